@@ -1,0 +1,1 @@
+"""Configuration of moe-runtime: schema, presets and loader. Imports nothing of ours."""
