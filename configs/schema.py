@@ -60,8 +60,12 @@ class MissingExperts(StrEnum):
 class ModelConfig(Frozen):
     """Which checkpoint is served, and how exactly."""
 
-    path: Path = Field(description="Hugging Face checkpoint directory (config.json, *.safetensors, tokenizer.json).")
-    served_name: str | None = Field(None, description="Name in /v1/models; default: the directory's name.")
+    path: Path = Field(
+        description="Hugging Face checkpoint directory (config.json, *.safetensors, tokenizer.json)."
+    )
+    served_name: str | None = Field(
+        None, description="Name in /v1/models; default: the directory's name."
+    )
     dtype: DType = DType.AUTO
     exactness: Exactness = Exactness.BITWISE
     threads: int = Field(1, ge=1, description="Compute threads per worker process.")
@@ -74,7 +78,9 @@ class TransferConfig(Frozen):
     host: str = Field("127.0.0.1", description="Address to listen on and to advertise.")
     tcp_connections: int = Field(2, ge=1, le=16, description="Data connections per tcp peer.")
     handshake_timeout_s: float = Field(5.0, gt=0)
-    operation_timeout_s: float = Field(30.0, gt=0, description="Deadline of an operation that names none.")
+    operation_timeout_s: float = Field(
+        30.0, gt=0, description="Deadline of an operation that names none."
+    )
     notify_bytes_max: int = Field(16 << 20, ge=1024, description="Largest notify payload.")
 
 
@@ -82,41 +88,76 @@ class DispatchConfig(Frozen):
     """Token dispatch and combine across expert-parallel ranks."""
 
     backend: DispatchBackend = DispatchBackend.TRANSFER
-    pass_timeout_s: float = Field(2.0, gt=0, description="Longest silence of a peer inside a pass before it is suspected.")
+    pass_timeout_s: float = Field(
+        2.0, gt=0, description="Longest silence of a peer inside a pass before it is suspected."
+    )
 
 
 class KVStoreConfig(Frozen):
     """The pooled KV-cache store."""
 
     enabled: bool = True
-    segment_bytes: int = Field(64 << 20, ge=1 << 16, description="DRAM that each worker lends to the pool.")
+    segment_bytes: int = Field(
+        64 << 20, ge=1 << 16, description="DRAM that each worker lends to the pool."
+    )
     lease_s: float = Field(10.0, gt=0)
-    request_timeout_s: float = Field(2.0, gt=0, description="Deadline of one request to the store master.")
-    put_queue_blocks: int = Field(256, ge=1, description="Full blocks waiting to be written through; beyond it the newest are skipped.")
-    expert_backup: bool = Field(True, description="Keep a copy of each expert's weights in the pool, on another worker than its owner.")
+    request_timeout_s: float = Field(
+        2.0, gt=0, description="Deadline of one request to the store master."
+    )
+    put_queue_blocks: int = Field(
+        256,
+        ge=1,
+        description="Full blocks waiting to be written through; beyond it the newest are skipped.",
+    )
+    expert_backup: bool = Field(
+        True,
+        description="Keep a copy of each expert's weights in the pool, on another worker than its owner.",
+    )
 
 
 class ElasticConfig(Frozen):
     """Membership, views and recovery."""
 
     missing_experts: MissingExperts = MissingExperts.WAIT
-    bootstrap_timeout_s: float = Field(60.0, gt=0, description="How long the first view waits for all expected workers.")
-    install_timeout_s: float = Field(20.0, gt=0, description="Deadline for all members to have a committed view ready, expert loading included.")
-    watch_interval_s: float = Field(0.5, gt=0, description="How often an idle rank reads the view record.")
-    stall_threshold_s: float = Field(1.0, gt=0, description="A detector that slept longer than this accuses nobody.")
-    store_timeout_s: float = Field(10.0, gt=0, description="Deadline of one membership-store operation.")
-    restart_backoff_s: float = Field(0.2, ge=0, description="Pause before the agent restarts a worker that died at once again.")
-    max_restarts: int = Field(100, ge=0, description="Restarts of one worker slot before the agent gives it up.")
+    bootstrap_timeout_s: float = Field(
+        60.0, gt=0, description="How long the first view waits for all expected workers."
+    )
+    install_timeout_s: float = Field(
+        20.0,
+        gt=0,
+        description="Deadline for all members to have a committed view ready, expert loading included.",
+    )
+    watch_interval_s: float = Field(
+        0.5, gt=0, description="How often an idle rank reads the view record."
+    )
+    stall_threshold_s: float = Field(
+        1.0, gt=0, description="A detector that slept longer than this accuses nobody."
+    )
+    store_timeout_s: float = Field(
+        10.0, gt=0, description="Deadline of one membership-store operation."
+    )
+    restart_backoff_s: float = Field(
+        0.2, ge=0, description="Pause before the agent restarts a worker that died at once again."
+    )
+    max_restarts: int = Field(
+        100, ge=0, description="Restarts of one worker slot before the agent gives it up."
+    )
 
 
 class SchedulerConfig(Frozen):
     """Continuous batching on one rank."""
 
-    token_budget: int = Field(256, ge=1, description="Most tokens one rank computes in a pass (the same on every rank).")
+    token_budget: int = Field(
+        256, ge=1, description="Most tokens one rank computes in a pass (the same on every rank)."
+    )
     max_running: int = Field(32, ge=1, description="Most requests decoded at once on one rank.")
     page_tokens: int = Field(16, ge=1, description="Tokens per KV page, and per block of the pool.")
     num_pages: int = Field(1024, ge=2, description="KV pages per rank.")
-    max_context_tokens: int | None = Field(None, ge=2, description="Prompt + output limit; default: the model's own, capped by the pages.")
+    max_context_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="Prompt + output limit; default: the model's own, capped by the pages.",
+    )
 
 
 class FrontConfig(Frozen):
@@ -125,8 +166,12 @@ class FrontConfig(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free port.")
     max_open_requests: int = Field(256, ge=1, description="More are refused with 429.")
-    request_timeout_s: float = Field(600.0, gt=0, description="A request that got no token for this long is failed.")
-    drain_timeout_s: float = Field(30.0, ge=0, description="On SIGTERM, open requests get this long to finish.")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="A request that got no token for this long is failed."
+    )
+    drain_timeout_s: float = Field(
+        30.0, ge=0, description="On SIGTERM, open requests get this long to finish."
+    )
 
 
 class ClusterConfig(Frozen):
@@ -134,8 +179,12 @@ class ClusterConfig(Frozen):
 
     workers: int = Field(4, ge=1, le=1024, description="Workers expected for the first view.")
     membership_host: str = "127.0.0.1"
-    membership_port: int = Field(0, ge=0, le=65535, description="TCPStore port of the front; 0 picks a free one.")
-    secret_file: Path | None = Field(None, description="File with the cluster secret; default: a fresh secret for this run.")
+    membership_port: int = Field(
+        0, ge=0, le=65535, description="TCPStore port of the front; 0 picks a free one."
+    )
+    secret_file: Path | None = Field(
+        None, description="File with the cluster secret; default: a fresh secret for this run."
+    )
 
 
 class RuntimeConfig(Frozen):

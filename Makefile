@@ -1,0 +1,70 @@
+# Everything a user or a CI machine calls. `make help` lists it.
+#
+#   TORCH   what to hand to pip for PyTorch; on a GPU machine give a CUDA build, for example
+#           make serve TORCH="torch==2.13.0 --index-url <your CUDA wheel index>"
+#   PYTHON  interpreter for the virtual environment, 3.11 to 3.13
+#   PRESET  configuration that `make serve` starts
+#   ARGS    further arguments of serve, demo and bench
+
+SHELL := /bin/bash
+TORCH ?= torch==2.13.0
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null \
+	&& echo $$p && break; done)
+PRESET ?= example
+ARGS ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.moe-runtime-ready
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve demo test lint format bench docs clean
+
+help:
+	@echo "make serve   start the example model on this machine (http://127.0.0.1:8000)"
+	@echo "make demo    kill workers under load and compare every token"
+	@echo "make test    the test suite        make lint    formatting, types, floors, spelling"
+	@echo "make bench   benchmarks            make clean   remove what the others made"
+
+install: $(READY)
+
+# The stamp makes every later call instant; what is installed already is never installed again.
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; set PYTHON=" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if $(BIN)/python tools/installed.py; then :; else \
+		$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet $(TORCH); \
+		$(BIN)/pip install --quiet --editable '.[dev]'; fi
+	@touch $@
+
+serve: $(READY)
+	@exec $(BIN)/moe-runtime serve --preset $(PRESET) $(ARGS)
+
+demo: $(READY)
+	@exec $(BIN)/moe-runtime demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(READY)
+	$(BIN)/moe-runtime config schema --format markdown > docs/configuration.md
+
+bench: $(READY)
+	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench $(ARGS) || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,87 @@
+"""The `moe-runtime` command. Subcommands are loaded when they are called, so that `--help` and
+`config` work at once, without torch.
+
+Exit codes: 0 done, 1 the command failed, 2 the command line or the configuration is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import click
+
+from moe_runtime import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyCommand:
+    """Where a subcommand lives, and its line in `--help`."""
+
+    module: str
+    attribute: str
+    help: str
+
+
+COMMANDS = {
+    "config": LazyCommand(
+        module="moe_runtime.config_command",
+        attribute="config_command",
+        help="Show, check or describe the configuration.",
+    ),
+    "serve": LazyCommand(
+        module="moe_runtime.serve",
+        attribute="serve_command",
+        help="Start front, store and workers on this machine.",
+    ),
+    "launch": LazyCommand(
+        module="moe_runtime.launch",
+        attribute="launch_command",
+        help="Run this node's workers; only a worker that died is restarted.",
+    ),
+    "demo": LazyCommand(
+        module="moe_runtime.demo",
+        attribute="demo_command",
+        help="Serve, kill workers under load, and compare every token.",
+    ),
+    "status": LazyCommand(
+        module="moe_runtime.status",
+        attribute="status_command",
+        help="Show members, view and load of a running server.",
+    ),
+    "doctor": LazyCommand(
+        module="moe_runtime.doctor",
+        attribute="doctor_command",
+        help="Say what works on this machine, and what is missing.",
+    ),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' names and imports a command only to run it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the commands whose module is installed, in the order of the table."""
+        return [name for name, command in COMMANDS.items() if find_spec(command.module)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command, or None if there is none of that name."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        lazy = COMMANDS[cmd_name]
+        command = getattr(import_module(lazy.module), lazy.attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{lazy.module}:{lazy.attribute} is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="moe-runtime")
+def main() -> None:
+    """Elastic serving of mixture-of-experts language models."""
