@@ -97,7 +97,8 @@ def build_batch(sequences: Sequence[SequenceInput], *, page_tokens: int) -> Forw
     for sequence in sequences:
         start, count = len(token_ids), len(sequence.token_ids)
         end_position = sequence.first_position + count
-        assert count >= 1 and 0 <= sequence.logits <= count
+        assert 0 <= sequence.logits <= count
+        assert count >= 1
         assert end_position <= len(sequence.block_table) * page_tokens, "block table too short"
         token_ids.extend(sequence.token_ids)
         for position in range(sequence.first_position, end_position):

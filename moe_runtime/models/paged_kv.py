@@ -4,7 +4,7 @@ Layout, page-major:  [num_pages, L, 2, page_tokens, Hkv, D]   (0 = keys, 1 = val
 
 A page holds its tokens' keys and values of *all* layers, so it is one contiguous piece: the pooled
 store and the wire move a block with one offset and one length. The cost is a stride of a whole
-page between the pages of one layer, which costs nothing where a row of keys is several cache lines long.
+page between the pages of one layer, which is free where a row of keys is several cache lines long.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class PagedKV:
         self.page_tokens = page_tokens
         self.dtype = dtype
         self.page_bytes = spec.page_bytes(page_tokens, dtype)
-        assert data.dtype == torch.uint8 and data.numel() >= num_pages * self.page_bytes
+        assert data.dtype == torch.uint8
+        assert data.numel() >= num_pages * self.page_bytes
         shape = (num_pages, spec.num_layers, 2, page_tokens, spec.num_kv_heads, spec.head_dim)
         self.pages = data[: num_pages * self.page_bytes].view(dtype).view(shape)
         # One token's keys as one numpy item (a void of Hkv * D elements): an assignment by index is

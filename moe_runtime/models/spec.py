@@ -61,6 +61,11 @@ class ModelSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts. Expert maps, banks and dispatchers count only these, from 0."""
+        return len(self.moe_layers)
+
+    @property
     def scale(self) -> float:
         """Factor on attention scores."""
         return float(self.head_dim**-0.5)

@@ -1,0 +1,73 @@
+"""The experts' part of a layer: rows sorted by expert through each expert's gated MLP.
+
+Legend: R rows (one per token and chosen local expert), H hidden, I expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from configs.schema import Exactness
+from moe_runtime.models.elementwise import silu_and_mul
+from moe_runtime.models.experts import ExpertBank
+from moe_runtime.models.linear import Linear
+
+
+class ExpertMLP:
+    """Computes rows on the experts of a bank. Used from the rank loop only.
+
+    Args:
+        bank: The weights.
+        exactness: `bitwise`: a row's result does not depend on the rows beside it.
+        reorder: Keep a second, reordered copy of the weights of every expert that was used.
+    """
+
+    def __init__(self, bank: ExpertBank, *, exactness: Exactness, reorder: bool = True) -> None:
+        self._bank = bank
+        self._exactness = exactness
+        self._reorder = reorder
+
+    def warm_up(self, moe_layer: int, logical_expert: int) -> None:
+        """Reorder an expert's weights now, instead of at its first row."""
+        self._bank.prepared(moe_layer, logical_expert, self._linears)
+
+    def __call__(
+        self, rows: torch.Tensor, counts: Sequence[int], experts: Sequence[int], *, moe_layer: int
+    ) -> torch.Tensor:
+        """Compute all rows.
+
+        Args:
+            rows: [R, H], contiguous, grouped by expert.
+            counts: Rows of each expert; they add up to R.
+            experts: Logical id of each expert, of the same length.
+            moe_layer: Ordinal among the layers with experts.
+
+        Returns:
+            [R, H] in the same order.
+
+        Raises:
+            ExpertNotResident: A row is for an expert that the bank does not have.
+        """
+        used = [(count, expert) for count, expert in zip(counts, experts, strict=True) if count]
+        if not used:
+            return torch.empty_like(rows)
+        sizes = [count for count, _ in used]
+        linears = [self._bank.prepared(moe_layer, expert, self._linears) for _, expert in used]
+        # One activation for all experts: a decode step has few rows for each of many experts, and
+        # there the calls cost more than the arithmetic.
+        gate_up = [
+            gate_up(part) for (gate_up, _), part in zip(linears, rows.split(sizes), strict=True)
+        ]
+        inner = silu_and_mul(torch.cat(gate_up), self._exactness)
+        return torch.cat(
+            [down(part) for (_, down), part in zip(linears, inner.split(sizes), strict=True)]
+        )
+
+    def _linears(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Linear, Linear]:
+        exactness, reorder = self._exactness, self._reorder
+        return (
+            Linear(gate_up, exactness=exactness, reorder=reorder),
+            Linear(down, exactness=exactness, reorder=reorder),
+        )
