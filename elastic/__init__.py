@@ -1,0 +1,67 @@
+"""Membership: who takes part, which view is current, where experts live, and the way to the next.
+
+Several names import torch; they are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic.agent import LocalAgent as LocalAgent
+    from elastic.coordinator import Coordinator as Coordinator
+    from elastic.coordinator import GroupMember as GroupMember
+    from elastic.errors import ElasticError as ElasticError
+    from elastic.errors import Evicted as Evicted
+    from elastic.errors import ExpertsUnavailable as ExpertsUnavailable
+    from elastic.errors import JoinTimeout as JoinTimeout
+    from elastic.errors import NoSurvivors as NoSurvivors
+    from elastic.errors import RecordInvalid as RecordInvalid
+    from elastic.errors import RestartsExhausted as RestartsExhausted
+    from elastic.errors import StoreKeyMissing as StoreKeyMissing
+    from elastic.errors import StoreUnavailable as StoreUnavailable
+    from elastic.expert_source import ExpertLoader as ExpertLoader
+    from elastic.expert_source import ExpertSource as ExpertSource
+    from elastic.expert_source import PeerExpertSource as PeerExpertSource
+    from elastic.plan import cover_orphans as cover_orphans
+    from elastic.plan import with_joiner as with_joiner
+    from elastic.store import MembershipStore as MembershipStore
+    from elastic.store import TCPStoreMembership as TCPStoreMembership
+    from elastic.view import Member as Member
+    from elastic.view import Role as Role
+    from elastic.view import View as View
+
+_HOME = {
+    "Coordinator": "coordinator",
+    "ElasticError": "errors",
+    "Evicted": "errors",
+    "ExpertLoader": "expert_source",
+    "ExpertSource": "expert_source",
+    "ExpertsUnavailable": "errors",
+    "GroupMember": "coordinator",
+    "JoinTimeout": "errors",
+    "LocalAgent": "agent",
+    "Member": "view",
+    "MembershipStore": "store",
+    "NoSurvivors": "errors",
+    "PeerExpertSource": "expert_source",
+    "RecordInvalid": "errors",
+    "RestartsExhausted": "errors",
+    "Role": "view",
+    "StoreKeyMissing": "errors",
+    "StoreUnavailable": "errors",
+    "TCPStoreMembership": "store",
+    "View": "view",
+    "cover_orphans": "plan",
+    "with_joiner": "plan",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
