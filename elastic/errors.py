@@ -6,6 +6,7 @@
     ├── RecordInvalid
     ├── Evicted
     ├── JoinTimeout            (retryable)
+    ├── AgreementTimeout
     ├── NoSurvivors
     ├── ExpertsUnavailable     (retryable)
     └── RestartsExhausted
@@ -94,6 +95,31 @@ class JoinTimeout(ElasticError):
         self.rank = rank
         self.waited_s = waited_s
         self.obstacle = obstacle
+
+
+class AgreementTimeout(ElasticError):
+    """A view change did not come to an end; `story` tells the last steps."""
+
+    def __init__(
+        self, *, epoch: int, phase: str, waited_s: float, waiting_for: tuple[int, ...], story: str
+    ) -> None:
+        message = (
+            f"epoch {epoch} is still {phase} after {waited_s:.3g} s, "
+            f"waiting for ranks {list(waiting_for)}; last steps: {story}"
+        )
+        super().__init__(
+            message,
+            epoch=epoch,
+            phase=phase,
+            waited_s=waited_s,
+            waiting_for=waiting_for,
+            story=story,
+        )
+        self.epoch = epoch
+        self.phase = phase
+        self.waited_s = waited_s
+        self.waiting_for = waiting_for
+        self.story = story
 
 
 class NoSurvivors(ElasticError):

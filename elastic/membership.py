@@ -72,6 +72,9 @@ class Phase(StrEnum):
     LEFT = "left"
 
 
+INSIDE = (Phase.INSTALLING, Phase.SERVING, Phase.AGREEING)
+
+
 class Membership:
     """One process's part in agreeing on views and installing them. Not thread-safe.
 
@@ -95,6 +98,7 @@ class Membership:
         self._read_at: float | None = None
         self._grace_until: float | None = None
         self._installation: Installation | None = None  # of the current view
+        self._limit_s = timing.first_install_s  # its deadline, as an interval
         self._early = EarlyMessages()
         self._fence_later: set[str] = set()
         self._resident: ExpertMap | None = None  # the map whose experts were last loaded
@@ -130,7 +134,8 @@ class Membership:
 
     def step(self, event: Event, now: float) -> list[Instruction]:
         """Take in one event at time `now` (seconds, never going back)."""
-        self.story.append(f"{now:.4f} {self.phase} epoch {self.epoch} <- {type(event).__name__}")
+        if not isinstance(event, Tick):
+            self.story.append(f"{now:.4f} {self.phase} {self.epoch} <- {type(event).__name__}")
         instructions = self._HANDLERS[type(event)](self, event, now)
         self.check_invariants()
         return instructions
@@ -143,9 +148,7 @@ class Membership:
         assert (view is None) == (self.phase is Phase.OUTSIDE)
         assert suspicions.own.keys() | suspicions.probes.keys() <= members - {self.incarnation}
         assert not suspicions.own or self.phase is Phase.AGREEING
-        assert (self.incarnation in members) == (
-            self.phase in (Phase.INSTALLING, Phase.SERVING, Phase.AGREEING)
-        )
+        assert (self.incarnation in members) == (self.phase in INSIDE)
         installed = self._installation is not None and self._installation.complete
         assert self.phase is not Phase.SERVING or installed
         assert self.phase is not Phase.AGREEING or self.wake_at is not None
@@ -184,7 +187,7 @@ class Membership:
         return []
 
     def _on_own_stall(self, event: OwnStall, now: float) -> list[Instruction]:
-        if self.phase in (Phase.OUTSIDE, Phase.EVICTED, Phase.LEFT):
+        if self.phase not in INSIDE:
             return []
         self._quiet_until = now + self.timing.quiet_s
         self._suspicions.forget_deadlines()
@@ -208,11 +211,13 @@ class Membership:
             return self._adopt(view, now)
         if message.epoch > self.epoch:
             return self._keep_early(sender, message, now)
-        if message.epoch < self.epoch or not self._is_other_member(sender):
+        if message.epoch < self.epoch or self.view is None:
             return []
-        if isinstance(message, Abort):
+        if isinstance(message, Abort):  # from a joiner too: it leads to a probe, not to a removal
             self._suspicions.accused.update(filter(self._is_other_member, message.suspects))
             self._become_agreeing(now + self.timing.follow_s)
+            return []
+        if not self._is_other_member(sender):
             return []
         if isinstance(message, Alive):
             probes = self._suspicions.probes
@@ -258,8 +263,7 @@ class Membership:
         assert self._installation is not None
         if now < self._installation.deadline or not self._installation.waiting_for:
             return []
-        limit = self.timing.first_install_s if self.epoch == 1 else self.timing.install_s
-        detail = f"not ready for epoch {self.epoch} within {limit:.3g} s"
+        detail = f"not ready for epoch {self.epoch} within {self._limit_s:.3g} s"
         evidence = Evidence(kind=EvidenceKind.DEADLINE, detail=detail)
         return self._accuse(self._installation.waiting_for, evidence, now)
 
@@ -322,8 +326,9 @@ class Membership:
             self.phase = Phase.LEFT if self._leaving else Phase.EVICTED
             self._suspicions, self._installation = Suspicions(), None
             return [*fence, Depart(view, self._leaving)]
-        limit = self.timing.first_install_s if view.epoch == 1 else self.timing.install_s
-        self._installation = Installation(view, self.incarnation, now + limit)
+        # In their first view, members of a group that starts load everything.
+        self._limit_s = self.timing.install_s if before else self.timing.first_install_s
+        self._installation = Installation(view, self.incarnation, now + self._limit_s)
         for sender, message in early:
             if sender in members:
                 self._installation.note(sender, message)
@@ -381,13 +386,9 @@ class Membership:
     # --- small questions ----------------------------------------------------------------------
 
     def _is_other_member(self, name: str) -> bool:
-        inside = self.phase in (Phase.INSTALLING, Phase.SERVING, Phase.AGREEING)
-        return (
-            inside
-            and name != self.incarnation
-            and self.view is not None
-            and name in self.view.incarnations
-        )
+        if self.view is None or self.phase not in INSIDE or name == self.incarnation:
+            return False
+        return name in self.view.incarnations
 
     _HANDLERS: ClassVar[dict[type, Callable[[Membership, Any, float], list[Instruction]]]] = {
         Suspected: _on_suspected,

@@ -103,7 +103,7 @@ class TCPStoreMembership:
         self._lock = threading.Lock()
         self._lane: _Lane | None = None
         self._server: dist.TCPStore | None = None
-        self._known: tuple[int, str] = (0, "")  # epoch and text of the newest record seen
+        self._known: tuple[str, View | None] = ("", None)  # the record as last seen
         if is_master:
             self._server = _serve(host, port, timeout_s)
             port = self._server.port
@@ -125,14 +125,15 @@ class TCPStoreMembership:
         """Store `view` if the record's epoch is `expected_epoch`; return what is stored now."""
         if view.epoch != expected_epoch + 1:
             raise ValueError(f"epoch {view.epoch} does not follow {expected_epoch}")
-        epoch, text = self._known
-        if epoch != expected_epoch:
-            current = self.read()
-            epoch, text = self._known
-            if current is not None and current.epoch != expected_epoch:
-                return current
-        if epoch != expected_epoch:  # no record, although one is expected
-            raise StoreUnavailable(operation="compare_and_set", problem="the view record is gone")
+        text, known = self._known
+        if known is not None and known.epoch != expected_epoch:
+            self.read()
+            text, known = self._known  # a pair: another thread may have read a newer one
+            if known is not None and known.epoch != expected_epoch:
+                return known
+        if (0 if known is None else known.epoch) != expected_epoch:
+            problem = f"no view record, expected epoch {expected_epoch}"
+            raise StoreUnavailable(operation="compare_and_set", problem=problem)
         desired = view.encode().decode()
         found = self._call(
             "compare_and_set", lambda store: store.compare_set("view", text, desired)
@@ -214,8 +215,10 @@ class TCPStoreMembership:
             time.sleep(POLL_INTERVAL_S)
 
     def _remember(self, text: str) -> View:
-        view = View.decode(text.encode())
-        self._known = (view.epoch, text)  # one assignment: other threads see a pair that belongs
+        known_text, view = self._known
+        if view is None or text != known_text:
+            view = View.decode(text.encode())
+            self._known = (text, view)  # one assignment: other threads see a pair that belongs
         return view
 
     def _call(self, operation: str, work: Callable[[dist.TCPStore], T]) -> T:
