@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
-from dispatch import ExpertMap
+from dispatch import DispatchError, ExpertMap
 from elastic.errors import RecordInvalid
 
 
@@ -135,7 +135,7 @@ class View:
         try:
             wire = msgspec.json.decode(data, type=_Wire)
             expert_map = ExpertMap.from_wire(wire.expert_map)
-        except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+        except (msgspec.MsgspecError, DispatchError, ValueError, KeyError, TypeError) as error:
             raise RecordInvalid(what="view", problem=str(error)) from None
         return cls(
             epoch=wire.epoch,
