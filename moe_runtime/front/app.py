@@ -138,7 +138,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         body = error_body(message, kind="invalid_request_error", code=None)
-        return json_response(body, status=error.status_code, **(error.headers or {}))
+        return json_response(body, status=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's turn for training; for serving it is just its body."""
+    """`{% generation %}` marks the assistant's turn for training; here it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

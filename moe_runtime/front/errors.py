@@ -78,7 +78,7 @@ class ContextExceeded(ApiError):
     def __init__(self, *, prompt_tokens: int, max_tokens: int, limit: int, param: str) -> None:
         super().__init__(
             f"the context holds {limit} tokens, but the request needs "
-            f"{prompt_tokens + max_tokens} ({prompt_tokens} of the prompt, {max_tokens} to generate)",
+            f"{prompt_tokens + max_tokens} ({prompt_tokens} in the prompt, {max_tokens} to come)",
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
             limit=limit,

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from moe_runtime.front.errors import ApiError, BodyTooLarge, ClientGone
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Coroutine
+    from collections.abc import AsyncGenerator, Coroutine, Mapping
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
@@ -41,10 +41,15 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def json_response(content: object, *, status: int = 200, **headers: str) -> Response:
+def json_response(
+    content: object, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """Return a JSON response."""
     return Response(
-        _encode_json(content), status_code=status, media_type="application/json", headers=headers
+        _encode_json(content),
+        status_code=status,
+        media_type="application/json",
+        headers=dict(headers or {}),
     )
 
 
@@ -53,12 +58,7 @@ def error_response(error: ApiError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    return Response(
-        _encode_json(error.body()),
-        status_code=error.status,
-        media_type="application/json",
-        headers=headers,
-    )
+    return json_response(error.body(), status=error.status, headers=headers)
 
 
 async def whole_answer(request: Request, opened: OpenAnswer) -> Response:
@@ -72,7 +72,7 @@ async def whole_answer(request: Request, opened: OpenAnswer) -> Response:
         content = await _unless_disconnected(request.receive, _collect(opened))
     finally:
         opened.answer.close()
-    return json_response(content, **_identity(opened))
+    return json_response(content, headers=_identity(opened))
 
 
 class EventStream(Response):
@@ -87,6 +87,7 @@ class EventStream(Response):
         self._include_usage = include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer; an ASGI application."""
         try:
             await _unless_disconnected(receive, self._send_all(send))
         except ClientGone:

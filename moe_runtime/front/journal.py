@@ -42,8 +42,8 @@ from moe_runtime.front.journal_records import (
     Instruction,
     OwnerIdle,
     OwnersLost,
-    Requeued,
     RequestState,
+    Requeued,
     Send,
     StreamClosed,
     SubmitUndelivered,
@@ -69,7 +69,7 @@ class Journal:
     def __init__(self, *, request_timeout_s: float) -> None:
         self._request_timeout_s = request_timeout_s
         self._entries: dict[str, Entry] = {}
-        #: accepted, finished, cancelled, failed, requeued, stray_items, token_gaps, token_mismatches
+        #: accepted, finished, cancelled, failed; requeued, stray_items, token_gaps, _mismatches
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -256,7 +256,7 @@ class Journal:
 
 
 def expected_tokens(entry: Entry) -> int:
-    """Tokens that the rest of a request is expected to cost: its prefill, if due, and its output."""
+    """Tokens that a request is expected to cost still: its prefill, if due, and its output."""
     prefill = 0 if entry.made_progress else len(entry.prompt_ids) + len(entry.generated)
     remaining = entry.sampling.max_tokens - len(entry.generated)
     return prefill + min(remaining, EXPECTED_OUTPUT_TOKENS)

@@ -181,9 +181,14 @@ class CompletionRequest(SamplingRequest):
             return [prompt]
         if not prompt:
             raise InvalidRequest(problem="prompt is empty", param="prompt")
-        if isinstance(prompt[0], int):
-            return [[token for token in prompt if isinstance(token, int)]]
-        return [item for item in prompt if not isinstance(item, int)]
+        found: list[str | list[int]] = []
+        tokens: list[int] = []
+        for item in prompt:
+            if isinstance(item, int):
+                tokens.append(item)
+            else:
+                found.append(item)
+        return [tokens] if tokens else found
 
 
 class TextPart(BaseModel):
