@@ -152,7 +152,7 @@ def _probe_once(
 
 def _at_all_positions(kernel: RowKernel, x: torch.Tensor, anchor: int) -> torch.Tensor | None:
     """Product by tiles of `anchor` rows; None if a row's bits depend on its place in the tile."""
-    expected = torch.cat([kernel(tile) for tile in x.split(anchor)])
+    expected = torch.cat([kernel(tile) for tile in torch.split(x, anchor)])
     tile = x[:anchor]
     for shift in range(1, anchor):
         if not torch.equal(kernel(tile.roll(shift, 0)), expected[:anchor].roll(shift, 0)):

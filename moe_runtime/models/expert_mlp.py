@@ -58,11 +58,11 @@ class ExpertMLP:
         # One activation for all experts: a decode step has few rows for each of many experts, and
         # there the calls cost more than the arithmetic.
         gate_up = [
-            gate_up(part) for (gate_up, _), part in zip(linears, rows.split(sizes), strict=True)
+            pair[0](part) for pair, part in zip(linears, torch.split(rows, sizes), strict=True)
         ]
         inner = silu_and_mul(torch.cat(gate_up), self._exactness)
         return torch.cat(
-            [down(part) for (_, down), part in zip(linears, inner.split(sizes), strict=True)]
+            [pair[1](part) for pair, part in zip(linears, torch.split(inner, sizes), strict=True)]
         )
 
     def _linears(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Linear, Linear]:

@@ -21,9 +21,7 @@ from moe_runtime.models.exactness import ANY_ROWS, RowKernel, RowTiles, apply_ti
 @cache
 def can_reorder(dtype: torch.dtype) -> bool:
     """Whether this build and machine have reordered weights for the type."""
-    if not (
-        torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    ):
+    if not (torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
     return dtype == torch.float32 or (
         dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -13,12 +13,14 @@ it in its own sequence and on nothing else.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from configs.schema import Exactness
-from moe_runtime.models.attention import paged_attention
+from moe_runtime.models.attention import PagedAttention
+from moe_runtime.models.attention_plan import AttentionPlan
 from moe_runtime.models.batch import ForwardBatch
 from moe_runtime.models.checkpoint import Checkpoint
 from moe_runtime.models.elementwise import choose_experts, rms_norm, silu_and_mul
@@ -63,6 +65,18 @@ class ExpertDispatcher(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What all layers of one forward step share."""
+
+    batch: ForwardBatch
+    kv: PagedKV
+    dispatcher: ExpertDispatcher
+    rotation: tuple[torch.Tensor, torch.Tensor]
+    attention: PagedAttention
+    plan: AttentionPlan
+
+
 class _Loader:
     """Reads this model's dense weights, in the compute type."""
 
@@ -88,11 +102,10 @@ class _Loader:
 class _Attention:
     """Self attention of one layer over the paged cache."""
 
-    def __init__(self, load: _Loader, spec: ModelSpec, layer: int, exactness: Exactness) -> None:
+    def __init__(self, load: _Loader, spec: ModelSpec, layer: int) -> None:
         prefix = f"model.layers.{layer}.self_attn"
         self._spec = spec
         self._layer = layer
-        self._exactness = exactness
         self._qkv = load.linear(
             (f"{prefix}.q_proj", spec.query_size),
             (f"{prefix}.k_proj", spec.kv_size),
@@ -113,22 +126,15 @@ class _Attention:
         )
         self._unit = torch.ones(spec.head_dim, dtype=q_norm.dtype)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
-        kv: PagedKV,
-    ) -> torch.Tensor:
-        spec = self._spec
+    def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
+        spec, kv = self._spec, step.kv
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, spec.head_dim)
         qk = rms_norm(qkv[:, : heads + kv_heads], self._unit, spec.rms_norm_eps)
-        qk = apply_rotary(qk.mul_(self._norm_weight), *rotation)
-        kv.write(self._layer, qk[:, heads:], qkv[:, heads + kv_heads :], batch.slot_mapping)
-        attended = paged_attention(
-            qk[:, :heads], kv, self._layer, batch, scale=spec.scale, exactness=self._exactness
-        )
+        qk = apply_rotary(qk.mul_(self._norm_weight), *step.rotation)
+        values = qkv[:, heads + kv_heads :]
+        kv.write(self._layer, qk[:, heads:], values, step.batch.slot_mapping)
+        attended = step.attention(qk[:, :heads], kv, self._layer, step.plan)
         return self._out(attended.reshape(-1, spec.query_size))
 
 
@@ -145,8 +151,8 @@ class _DenseMLP:
         )
         self._down = load.linear((f"{prefix}.down_proj", spec.hidden_size), in_features=inner)
 
-    def __call__(self, x: torch.Tensor, dispatcher: ExpertDispatcher) -> torch.Tensor:
-        del dispatcher  # the same call as for a layer with experts
+    def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
+        del step  # the same call as for a layer with experts
         return self._down(silu_and_mul(self._gate_up(x), self._exactness))
 
 
@@ -161,13 +167,13 @@ class _SparseMLP:
             (f"model.layers.{layer}.mlp.gate", spec.num_experts), in_features=spec.hidden_size
         )
 
-    def __call__(self, x: torch.Tensor, dispatcher: ExpertDispatcher) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
         spec, moe_layer = self._spec, self._moe_layer
         ids, weights = choose_experts(self._router(x), spec.topk, renormalise=spec.norm_topk_prob)
-        arrived, handle = dispatcher.dispatch(x, ids, weights, layer=moe_layer)
+        arrived, handle = step.dispatcher.dispatch(x, ids, weights, layer=moe_layer)
         rows: ExpertRowsLike = arrived
         out = self._experts(rows.rows, rows.counts, rows.experts, moe_layer=moe_layer)
-        return dispatcher.combine(out, handle)
+        return step.dispatcher.combine(out, handle)
 
 
 class _Layer:
@@ -185,25 +191,17 @@ class _Layer:
         self._epsilon = spec.rms_norm_eps
         self._attention_norm = load.tensor(f"{prefix}.input_layernorm.weight", spec.hidden_size)
         self._mlp_norm = load.tensor(f"{prefix}.post_attention_layernorm.weight", spec.hidden_size)
-        self._attention = _Attention(load, spec, layer, exactness)
+        self._attention = _Attention(load, spec, layer)
         self._mlp: _SparseMLP | _DenseMLP = (
             _SparseMLP(load, spec, layer, experts)
             if layer in spec.moe_layers
             else _DenseMLP(load, spec, layer, exactness)
         )
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
-        kv: PagedKV,
-        dispatcher: ExpertDispatcher,
-    ) -> torch.Tensor:
-        if batch.num_tokens:
-            normed = rms_norm(x, self._attention_norm, self._epsilon)
-            x = x + self._attention(normed, rotation, batch, kv)
-        return x + self._mlp(rms_norm(x, self._mlp_norm, self._epsilon), dispatcher)
+    def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
+        if step.batch.num_tokens:
+            x = x + self._attention(rms_norm(x, self._attention_norm, self._epsilon), step)
+        return x + self._mlp(rms_norm(x, self._mlp_norm, self._epsilon), step)
 
 
 class Qwen3MoeModel:
@@ -238,6 +236,8 @@ class Qwen3MoeModel:
         assert bank.dtype == dtype
         self.spec = spec
         self.dtype = dtype
+        self._exactness = exactness
+        self._attention: PagedAttention | None = None
         load = _Loader(checkpoint, dtype, exactness)
         self.experts = ExpertMLP(bank, exactness=exactness, reorder=reorder_experts)
         self._embedding = load.tensor(
@@ -273,10 +273,35 @@ class Qwen3MoeModel:
             DispatchError: Whatever the dispatcher raises.
         """
         with torch.inference_mode():
+            attention = self._attention_over(kv.page_tokens)
+            step = _Step(
+                batch=batch,
+                kv=kv,
+                dispatcher=dispatcher,
+                rotation=self._rotary.at(batch.positions),
+                attention=attention,
+                plan=attention.plan(batch),
+            )
             x = self._embedding[batch.token_ids]
-            rotation = self._rotary.at(batch.positions)
             for layer in self._layers:
-                x = layer(x, rotation, batch, kv, dispatcher)
+                x = layer(x, step)
             wanted = x[batch.logit_rows]
             normed = rms_norm(wanted, self._final_norm, self.spec.rms_norm_eps)
             return self._head(normed).to(torch.float32)
+
+    def warm_up(self, *, page_tokens: int, context_len_max: int) -> None:
+        """Measure what bitwise attention needs for contexts up to this length, ahead of traffic.
+
+        Raises:
+            AttentionNotInvariant: `bitwise` is impossible on this machine.
+        """
+        self._attention_over(page_tokens).warm_up(context_len_max)
+
+    def _attention_over(self, page_tokens: int) -> PagedAttention:
+        known = self._attention
+        if known is None or known.shape.page_tokens != page_tokens:
+            known = PagedAttention(
+                self.spec, page_tokens=page_tokens, dtype=self.dtype, exactness=self._exactness
+            )
+            self._attention = known
+        return known

@@ -45,5 +45,5 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     Returns:
         [T, heads, D], contiguous.
     """
-    halves = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    halves = x.view(*x.shape[:-1], 2, -1).flip(-2).view(x.shape)
     return (x * cos).add_(halves.mul_(sin))
