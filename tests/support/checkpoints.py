@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.disable_progress_bar()
+tqdm.monitor_interval = 0  # its monitor is a thread that outlives the test
 
 TINY: dict[str, object] = {
     "vocab_size": 320,
