@@ -104,6 +104,19 @@ class KVStoreConfig(Frozen):
     request_timeout_s: float = Field(
         2.0, gt=0, description="Deadline of one request to the store master."
     )
+    heartbeat_s: float = Field(
+        1.0, gt=0, description="How often a store node tells the master that it is alive."
+    )
+    node_silence_s: float = Field(
+        10.0,
+        gt=0,
+        description="The master forgets a node's blocks after this silence, until it speaks again.",
+    )
+    open_put_s: float = Field(
+        30.0,
+        gt=0,
+        description="Longest time from allocation to commit; then the space is quarantined.",
+    )
     put_queue_blocks: int = Field(
         256,
         ge=1,

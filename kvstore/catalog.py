@@ -1,0 +1,223 @@
+"""Blocks, segments, leases and open puts as one whole: what a block's bytes are counted under.
+
+The master decides; the catalog carries out single changes so that all four stay in step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from kvstore.block import Block, Extent, ExtentState
+from kvstore.block_index import BlockIndex
+from kvstore.errors import InvariantViolated
+from kvstore.lease import LeaseTable
+from kvstore.messages import MasterStatistics, NodeAddress
+from kvstore.open_puts import OpenPuts, PutId
+from kvstore.pool import SegmentPool
+from kvstore.segment import Segment
+
+
+class Catalog:
+    """All metadata of one pool. Not thread-safe.
+
+    Args:
+        lease_s: How long a lease lasts.
+    """
+
+    def __init__(self, *, lease_s: float) -> None:
+        self.pool = SegmentPool(evict=self._evict)
+        self.puts = OpenPuts()
+        self.counts: Counter[str] = Counter()
+        self._index = BlockIndex()
+        self._leases = LeaseTable(lease_s)
+        self._uses = 0
+
+    def find(self, key: bytes) -> Block | None:
+        """Return a committed block."""
+        return self._index.get(key)
+
+    # -- a block comes ------------------------------------------------------------------------
+
+    def adopt(self, segment: Segment, key: bytes, offset: int, nbytes: int, checksum: int) -> bool:
+        """Enter a copy that a node already holds; False if it does not fit in with the rest."""
+        extent = segment.adopt(key, offset, nbytes)
+        return extent is not None and self._attach(extent, checksum=checksum)
+
+    def pin(self, key: bytes) -> None:
+        """Keep a committed block from eviction for good."""
+        block = self._index.get(key)
+        assert block is not None, key
+        block.pinned = True
+        for extent in block.replicas.values():
+            self.pool.of(extent).recency.discard(extent)
+
+    def commit(self, put_id: PutId) -> bool:
+        """Make a written extent a block; False if the put is unknown, too late or superseded."""
+        put = self.puts.take(put_id)
+        if put is None:
+            return False
+        if put.extent.state is ExtentState.QUARANTINED:  # too late, but now its bytes are at rest
+            self.pool.of(put.extent).release(put.extent)
+            return False
+        put.extent.become(ExtentState.COMMITTED)
+        if not self._attach(put.extent, checksum=put.checksum):
+            return False
+        if put.pinned:
+            self.pin(put.extent.key)
+        self.counts["stored"] += 1
+        return True
+
+    def settle(self, put_id: PutId) -> int:
+        """Free the extent of a put that is certainly not being written; return how many (0, 1)."""
+        put = self.puts.take(put_id)
+        if put is None:
+            return 0
+        self.pool.of(put.extent).release(put.extent)
+        return 1
+
+    # -- a block is read ----------------------------------------------------------------------
+
+    def leading_run(
+        self, keys: Sequence[bytes], *, reader: str, avoid: Collection[str]
+    ) -> list[Extent]:
+        """Return the copies to read of the keys up to the first that is missing; counts as use."""
+        extents: list[Extent] = []
+        for key in keys:
+            extent = self._index.choose(key, reader=reader, avoid=avoid)
+            if extent is None:
+                break
+            extents.append(extent)
+        self.counts["hit"] += len(extents)
+        self.counts["missed"] += len(keys) - len(extents)
+        for extent in reversed(extents):  # the root last: see LeastRecentlyUsed
+            self._touch(extent)
+        return extents
+
+    def lease(self, client: str, extents: Sequence[Extent], now: float) -> int:
+        """Keep these bytes in place for a while; return the lease's id."""
+        return self._leases.grant(client, tuple(extents), now).lease_id
+
+    def end_lease(self, client: str, lease_id: int) -> int:
+        """End one lease of a client; return how many ended (0, 1)."""
+        before = len(self._leases)
+        self._reap(self._leases.release(client, lease_id))
+        return before - len(self._leases)
+
+    def end_leases_of(self, client: str) -> None:
+        """End all leases of a client."""
+        self._reap(self._leases.drop_client(client))
+
+    def expire_leases(self, now: float) -> None:
+        """End the leases whose time has come."""
+        self._reap(self._leases.expire(now))
+
+    # -- a block goes -------------------------------------------------------------------------
+
+    def drop(self, extent: Extent) -> None:
+        """Make a copy unfindable; its bytes are free when nobody reads them any more."""
+        self._index.detach(extent)
+        segment = self.pool.of(extent)
+        segment.recency.discard(extent)
+        if extent.leases:
+            extent.become(ExtentState.RETIRED)
+        else:
+            segment.release(extent)
+
+    def drop_node(self, node: str) -> None:
+        """Forget a node's copies and the puts into its memory. Unknown nodes are ignored."""
+        segment = self.pool.remove(node)
+        if segment is None:
+            return
+        for extent in segment.extents():
+            if extent.state is ExtentState.COMMITTED:
+                self._index.detach(extent)
+                self.counts["lost"] += 1
+        self.puts.lose(set(segment.lose()))
+
+    def _evict(self, extent: Extent) -> None:
+        self.counts["evicted"] += 1
+        self.drop(extent)
+
+    def _reap(self, idle: list[Extent]) -> None:
+        for extent in idle:
+            if extent.state is ExtentState.RETIRED:
+                self.pool.of(extent).release(extent)
+
+    def _attach(self, extent: Extent, *, checksum: int) -> bool:
+        if not self._index.attach(extent, checksum=checksum):
+            self.pool.of(extent).release(extent)
+            return False
+        self._touch(extent)
+        return True
+
+    def _touch(self, extent: Extent) -> None:
+        self._uses += 1
+        extent.used_at = self._uses
+        block = self._index.get(extent.key)
+        assert block is not None, extent
+        if not block.pinned:
+            self.pool.of(extent).recency.touch(extent)
+
+    # -- figures and checks -------------------------------------------------------------------
+
+    def name_nodes(self, extents: Sequence[Extent]) -> tuple[list[NodeAddress], list[int]]:
+        """Return the nodes of these extents, each once, and every extent's index in that list."""
+        idx = {node: i for i, node in enumerate(dict.fromkeys(e.node for e in extents))}
+        segments = [self.pool.get(node) for node in idx]
+        nodes = [NodeAddress(s.node, s.address) for s in segments if s is not None]
+        assert len(nodes) == len(idx), idx
+        return nodes, [idx[extent.node] for extent in extents]
+
+    def statistics(self) -> MasterStatistics:
+        """Return the figures of the pool now."""
+
+        def total(state: ExtentState) -> int:
+            return sum(segment.bytes_in(state) for segment in self.pool)
+
+        return MasterStatistics(
+            nodes=len(self.pool),
+            blocks=len(self._index),
+            leases=len(self._leases),
+            open_puts=len(self.puts),
+            capacity_bytes=sum(segment.capacity for segment in self.pool),
+            free_bytes=sum(segment.free for segment in self.pool),
+            committed_bytes=total(ExtentState.COMMITTED),
+            open_bytes=total(ExtentState.OPEN),
+            retired_bytes=total(ExtentState.RETIRED),
+            quarantined_bytes=total(ExtentState.QUARANTINED),
+            hit_blocks=self.counts["hit"],
+            missed_blocks=self.counts["missed"],
+            stored_blocks=self.counts["stored"],
+            evicted_blocks=self.counts["evicted"],
+            corrupt_blocks=self.counts["corrupt"],
+            unreachable_blocks=self.counts["unreachable"],
+            lost_blocks=self.counts["lost"],
+        )
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolated unless index, segments, leases and puts agree."""
+        self._index.check_invariants()
+        self.puts.check_invariants()
+        leased = self._leases.counts()
+        indexed: dict[Extent, Block] = {
+            extent: block for block in self._index for extent in block.replicas.values()
+        }
+        by_state: dict[ExtentState, set[Extent]] = {state: set() for state in ExtentState}
+        for segment in self.pool:
+            segment.check_invariants()
+            for extent in segment.extents():
+                by_state[extent.state].add(extent)
+                evictable = extent in indexed and not indexed[extent].pinned
+                _check(extent.leases == leased.get(extent, 0), "leases are miscounted", extent)
+                _check(evictable == (extent in segment.recency), "wrongly evictable", extent)
+        written = by_state[ExtentState.OPEN] | by_state[ExtentState.QUARANTINED]
+        _check(by_state[ExtentState.COMMITTED] == set(indexed), "committed is not indexed")
+        _check(written == self.puts.extents(), "extents being written are not those of the puts")
+        _check(all(e.leases for e in by_state[ExtentState.RETIRED]), "retired without a lease")
+        _check(not by_state[ExtentState.FREE] | by_state[ExtentState.LOST], "ended extent kept")
+
+
+def _check(holds: bool, problem: str, extent: Extent | None = None) -> None:
+    if not holds:
+        raise InvariantViolated(where="Catalog", problem=f"{problem}: {extent}")

@@ -1,0 +1,270 @@
+"""The store master against a dictionary, under any order of requests, with time as input.
+
+The model knows contents, not places: which keys were committed with which checksum, who writes
+what. What the master may forget on its own (eviction, silence, bad reports) the model learns from
+the master's answers; what it may never do (show bytes that were not committed, give out bytes
+that somebody may read or write, lose count of a byte) is checked after each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore import messages as m
+from kvstore.allocator import padded
+from kvstore.master import MasterTiming, StoreMaster
+
+KEYS = [bytes([i]) * 16 for i in range(10)]
+NODES = [f"node{i}" for i in range(3)]
+CLIENTS = [*NODES, "client3"]  # workers are node and client in one
+CAPACITY = 64 * 6
+TIMING = MasterTiming(lease_s=5.0, silence_s=8.0, put_s=6.0)
+
+keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
+clients = st.sampled_from(CLIENTS)
+
+
+@dataclass
+class Put:
+    client: str
+    batch: int
+    position: int
+    key: bytes
+    length: int
+    checksum: int
+    node: str
+    offset: int
+    over: bool = False  # the writer has answered for it, or is dead
+
+
+@dataclass
+class Lease:
+    client: str
+    deadline: float
+    ranges: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+class MasterMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.master = StoreMaster(TIMING)
+        self.now = 100.0
+        self.committed: dict[bytes, tuple[int, int]] = {}  # key -> (length, checksum)
+        self.puts: list[Put] = []
+        self.leases: dict[int, Lease] = {}
+        self.fenced: set[str] = set()
+        self.heard: dict[str, float] = {}
+        self.batch = 0
+
+    def step(self, request):
+        reply = self.master.step(request, self.now)
+        # A node that is gone takes its ranges out of every account.
+        return reply
+
+    def tell(self, client, request):
+        reply = self.step(request)
+        if client in self.fenced:
+            assert isinstance(reply, m.Refused)
+            assert reply.reason is m.RefusalReason.FENCED
+            return None
+        assert not isinstance(reply, m.Refused), reply
+        return reply
+
+    def living(self, node):
+        """Ask the master without changing anything that the model follows."""
+        return self.master._catalog.pool.get(node) is not None
+
+    @initialize()
+    def first_node(self):
+        self.register(NODES[0])
+
+    @rule(node=st.sampled_from(NODES))
+    def register(self, node):
+        was_there = self.living(node)
+        request = m.Register(node, f"{node}:1", CAPACITY, not was_there, m.HeldBlocks())
+        if self.tell(node, request) is not None:
+            self.heard[node] = self.now
+            if not was_there:  # a new segment: whatever was in an old one is gone
+                self.forget_ranges(node)
+
+    def forget_ranges(self, node):
+        self.puts = [put for put in self.puts if put.node != node]
+        for lease in self.leases.values():
+            lease.ranges = [r for r in lease.ranges if r[0] != node]
+
+    @rule(client=clients, wanted=keys, pin=st.booleans(), data=st.data())
+    def allocate(self, client, wanted, pin, data):
+        self.batch += 1
+        lengths = [data.draw(st.sampled_from([1, 64, 100, 200])) for _ in wanted]
+        checksums = [data.draw(st.integers(0, 1)) for _ in wanted]
+        before = {key: self.step(m.Exists([key])).flags[0] for key in wanted}
+        request = m.Allocate(client, self.batch, wanted, lengths, checksums, pin)
+        reply = self.tell(client, request)
+        if reply is None:
+            return
+        assert self.tell(client, request) == reply or m.PutOutcome.GRANTED not in reply.outcomes
+        others = {s.node for s in self.master._catalog.pool} - {client}
+        for position, key in enumerate(wanted):
+            outcome = reply.outcomes[position]
+            holder = [p for p in self.open_puts() if p.key == key]
+            if outcome in (m.PutOutcome.EXISTS, m.PutOutcome.CONFLICT):
+                same = self.committed[key] == (lengths[position], checksums[position])
+                assert before[key]
+                assert same == (outcome is m.PutOutcome.EXISTS)
+            elif outcome is m.PutOutcome.IN_PROGRESS:
+                assert holder
+            elif outcome is m.PutOutcome.GRANTED:
+                assert not holder
+                node = reply.nodes[reply.node_idx[position]].node
+                offset, length = reply.offsets[position], lengths[position]
+                self.assert_untouched(node, offset, length)
+                if node == client and lengths[position] <= 64 and position == 0:
+                    assert all(self.full(other) for other in others), "not its own node first"
+                put = Put(
+                    client, self.batch, position, key, length, checksums[position], node, offset
+                )
+                self.puts.append(put)
+
+    def full(self, node):
+        segment = self.master._catalog.pool.get(node)
+        return segment.free < 64 and segment.oldest_victim() is None or (
+            segment.placeable_s > self.now
+        )
+
+    def open_puts(self):
+        held = self.master._catalog.puts
+        return [p for p in self.puts if not p.over and held.holds(p.key) and self.is_open(p)]
+
+    def is_open(self, put):
+        found = self.master._catalog.puts.find((put.client, put.batch, put.position))
+        return found is not None
+
+    def assert_untouched(self, node, offset, length):
+        """Nobody who may still write or read there was overruled."""
+        mine = range(offset, offset + padded(length))
+        for put in self.puts:
+            if put.node == node and not put.over:
+                theirs = range(put.offset, put.offset + padded(put.length))
+                assert max(mine.start, theirs.start) >= min(mine.stop, theirs.stop), put
+        for lease in self.leases.values():
+            for where, start, size in lease.ranges:
+                if where == node and lease.deadline > self.now:
+                    stop = start + padded(size)
+                    assert max(mine.start, start) >= min(mine.stop, stop), lease
+
+    @precondition(lambda self: self.puts)
+    @rule(data=st.data(), how=st.sampled_from(["commit", "abort", "unsettled"]))
+    def finish(self, data, how):
+        put = data.draw(st.sampled_from(self.puts))
+        columns = {
+            "commit": ([put.position], [], []),
+            "abort": ([], [put.position], []),
+            "unsettled": ([], [], [put.position]),
+        }
+        was_open = self.is_open(put)
+        reply = self.tell(put.client, m.Finish(put.client, put.batch, *columns[how]))
+        if reply is None or how == "unsettled":
+            return
+        put.over = True
+        self.puts.remove(put)
+        if how == "commit" and reply.stored[0]:
+            assert was_open
+            self.committed[put.key] = (put.length, put.checksum)
+
+    @rule(client=clients, wanted=keys)
+    def lookup(self, client, wanted):
+        flags = self.step(m.Exists(wanted)).flags
+        reply = self.tell(client, m.Lookup(client, wanted))
+        if reply is None:
+            return
+        run = len(reply.offsets)
+        assert flags[:run] == [True] * run
+        assert run == len(wanted) or not flags[run]
+        assert (reply.lease_id > 0) == (run > 0)
+        lease = Lease(client, self.now + TIMING.lease_s)
+        for i in range(run):
+            assert self.committed[wanted[i]] == (reply.lengths[i], reply.checksums[i])
+            node = reply.nodes[reply.node_idx[i]].node
+            lease.ranges.append((node, reply.offsets[i], reply.lengths[i]))
+        if run:
+            self.leases[reply.lease_id] = lease
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data):
+        lease_id = data.draw(st.sampled_from(sorted(self.leases)))
+        lease = self.leases.pop(lease_id)
+        self.tell(lease.client, m.Release(lease.client, [lease_id]))
+
+    @rule(wanted=keys)
+    def remove(self, wanted):
+        self.step(m.Remove(wanted))
+        assert self.step(m.Exists(wanted)).flags == [False] * len(wanted)
+
+    @rule(client=clients, wanted=keys, corrupt=st.booleans())
+    def report(self, client, wanted, corrupt):
+        for key in wanted:
+            block = self.master._catalog.find(key)
+            if block is None or client in self.fenced:
+                continue
+            (node, extent), *_ = block.replicas.items()
+            for offset in (extent.offset + 64, extent.offset):
+                request = m.ReportBad(client, [key], [node], [offset], [corrupt])
+                dropped = self.tell(client, request).count
+                assert dropped == 0 or offset == extent.offset
+                if corrupt and offset == extent.offset:
+                    assert dropped == 1
+
+    @rule(name=clients, dead=st.booleans())
+    def fence(self, name, dead):
+        if len(self.fenced | {name}) > 2:
+            return  # somebody has to go on
+        self.step(m.Fence([name], dead))
+        self.fenced.add(name)
+        self.forget_ranges(name)
+        self.leases = {i: lease for i, lease in self.leases.items() if lease.client != name}
+        if dead:
+            self.puts = [put for put in self.puts if put.client != name]
+
+    @rule(seconds=st.floats(0.1, 3.9), speaking=st.sets(st.sampled_from(NODES)))
+    def time_passes(self, seconds, speaking):
+        self.now += seconds
+        self.step(m.Observe())
+        for node in NODES:
+            if node in self.heard and not self.living(node):
+                del self.heard[node]
+                self.forget_ranges(node)
+        for node in sorted(speaking - self.fenced):
+            known = self.tell(node, m.Heartbeat(node)).known
+            assert known == self.living(node)
+
+    @invariant()
+    def adds_up(self):
+        self.master.check_invariants()
+        figures = self.master.statistics()
+        assert figures.capacity_bytes == (
+            figures.free_bytes
+            + figures.committed_bytes
+            + figures.open_bytes
+            + figures.retired_bytes
+            + figures.quarantined_bytes
+        )
+        assert figures.blocks <= len(self.committed)
+
+    @invariant()
+    def ranges_are_kept(self):
+        """Open and quarantined puts and leased extents are still somebody's."""
+        for put in self.puts:
+            segment = self.master._catalog.pool.get(put.node)
+            if segment is not None:
+                extent = {e.offset: e for e in segment.extents()}[put.offset]
+                assert extent.state in ("open", "quarantined")
+                assert extent.key == put.key
+
+
+TestMaster = MasterMachine.TestCase
+TestMaster.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
