@@ -95,7 +95,7 @@ class ChatTemplate:
         try:
             return self._template.render(variables)
         # A template is a program: with messages it did not expect it fails in any of these ways.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise TemplateFailed(problem=f"{type(error).__name__}: {error}") from None
 
 

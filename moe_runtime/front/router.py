@@ -57,7 +57,7 @@ class Router:
         if message.incarnation in self._fenced:
             return False
         strangers = [name for name in self.workers if name not in self.members]
-        for name in strangers[: len(strangers) + 1 - STRANGERS_MAX]:
+        for name in strangers[: max(0, len(strangers) + 1 - STRANGERS_MAX)]:
             del self.workers[name]
         self.workers[message.incarnation] = WorkerState(hello=message, heard_at=now)
         return True

@@ -8,6 +8,7 @@ accepted request is closed exactly once, and no living worker is left with work 
 from __future__ import annotations
 
 import random
+import secrets
 
 import pytest
 
@@ -201,10 +202,8 @@ class History:
         raise AssertionError("requests are stuck")
 
 
-@pytest.mark.parametrize("repetition", range(12))
-def test_no_history_loses_repeats_or_changes_a_token(repetition):
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+@pytest.mark.parametrize("seed", [secrets.randbits(32) for _ in range(12)])
+def test_no_history_loses_repeats_or_changes_a_token(seed):
     history = History(seed)
     for _ in range(STEPS):
         history.act()
