@@ -1,4 +1,4 @@
-"""Every knob of moe-runtime: one frozen pydantic model per component, composed into `RuntimeConfig`.
+"""Every knob of moe-runtime: a frozen pydantic model per component, composed in `RuntimeConfig`.
 
 A component receives its own model only (`transfer` gets a `TransferConfig`), so what it can
 depend on is visible in its constructor. Units are the last word of a name: `_s` seconds,
@@ -29,7 +29,8 @@ class DType(StrEnum):
 
 class Exactness(StrEnum):
     """`bitwise`: a token's logits are the same bits however they were computed.
-    `tolerant`: the fastest path, equal only within rounding."""
+    `tolerant`: the fastest path, equal only within rounding.
+    """
 
     BITWISE = "bitwise"
     TOLERANT = "tolerant"
@@ -44,7 +45,7 @@ class TransferBackend(StrEnum):
 
 
 class DispatchBackend(StrEnum):
-    """`transfer` is the product; `collective` is the torch.distributed reference (fixed membership)."""
+    """`transfer` is the product; `collective` the torch.distributed reference (fixed members)."""
 
     TRANSFER = "transfer"
     COLLECTIVE = "collective"
@@ -61,7 +62,7 @@ class ModelConfig(Frozen):
     """Which checkpoint is served, and how exactly."""
 
     path: Path = Field(
-        description="Hugging Face checkpoint directory (config.json, *.safetensors, tokenizer.json)."
+        description="Hugging Face checkpoint directory: config.json, tokenizer.json, *.safetensors."
     )
     served_name: str | None = Field(
         None, description="Name in /v1/models; default: the directory's name."
@@ -124,7 +125,7 @@ class KVStoreConfig(Frozen):
     )
     expert_backup: bool = Field(
         True,
-        description="Keep a copy of each expert's weights in the pool, on another worker than its owner.",
+        description="Keep a copy of each expert in the pool, on another worker than its owner.",
     )
 
 
@@ -138,7 +139,7 @@ class ElasticConfig(Frozen):
     install_timeout_s: float = Field(
         20.0,
         gt=0,
-        description="Deadline for all members to have a committed view ready, expert loading included.",
+        description="Deadline for all to have a committed view ready, with its experts loaded.",
     )
     watch_interval_s: float = Field(
         0.5, gt=0, description="How often an idle rank reads the view record."
