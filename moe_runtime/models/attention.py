@@ -52,8 +52,8 @@ class PagedAttention:
     (All of these must be finite: a NaN in a later token of the same sequence reaches the earlier
     ones of its chunk.) The bits are those of one kind of machine, torch build and thread count.
 
-    Owns a workspace that grows to the largest gather so far and is reused: fresh memory for every
-    pass costs several times the attention itself. Not thread-safe.
+    Owns a workspace that grows to the largest gather so far and is reused: a copy into fresh memory
+    takes up to eight times as long. Not thread-safe.
     """
 
     def __init__(
