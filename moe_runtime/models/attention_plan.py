@@ -17,7 +17,7 @@ each other. Decoded queries use tiles of few rows, prefill chunks tiles of many;
 same bits is measured (`PagedAttention`), and where they don't, the small tile serves both.
 Alternatives: a native kernel that reads the pages in place (a trial in C with AVX-512 decoded about
 twice as fast, prefilled at about the same speed, and needs a compiler on every rank, since its bits
-are not those of torch); elementwise products and sums (they write more memory than the cache holds).
+are not those of torch); elementwise products and sums (they write more than the cache holds).
 Costs: the padding of both, and one copy of the pages per layer.
 """
 
