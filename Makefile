@@ -3,7 +3,7 @@
 #   TORCH   what to hand to pip for PyTorch; on a GPU machine give a CUDA build, for example
 #           make serve TORCH="torch==2.13.0 --index-url <your CUDA wheel index>"
 #   PYTHON  interpreter for the virtual environment, 3.11 to 3.13
-#   PRESET  configuration that `make serve` starts
+#   PRESET  preset or YAML file that `make serve` starts
 #   ARGS    further arguments of serve, demo and bench
 
 SHELL := /bin/bash
@@ -40,7 +40,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 serve: $(READY)
-	@exec $(BIN)/moe-runtime serve --preset $(PRESET) $(ARGS)
+	@exec $(BIN)/moe-runtime serve --config $(PRESET) $(ARGS)
 
 demo: $(READY)
 	@exec $(BIN)/moe-runtime demo $(ARGS)

@@ -78,7 +78,9 @@ class TransferConfig(Frozen):
     backend: TransferBackend = TransferBackend.AUTO
     host: str = Field("127.0.0.1", description="Address to listen on and to advertise.")
     tcp_connections: int = Field(2, ge=1, le=16, description="Data connections per tcp peer.")
-    handshake_timeout_s: float = Field(5.0, gt=0)
+    handshake_timeout_s: float = Field(
+        5.0, gt=0, description="Deadline of a connection with its mutual authentication."
+    )
     operation_timeout_s: float = Field(
         30.0, gt=0, description="Deadline of an operation that names none."
     )
@@ -97,11 +99,13 @@ class DispatchConfig(Frozen):
 class KVStoreConfig(Frozen):
     """The pooled KV-cache store."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="Lend memory to the pool, and use it.")
     segment_bytes: int = Field(
         64 << 20, ge=1 << 16, description="DRAM that each worker lends to the pool."
     )
-    lease_s: float = Field(10.0, gt=0)
+    lease_s: float = Field(
+        10.0, gt=0, description="How long a looked-up block is safe from eviction."
+    )
     request_timeout_s: float = Field(
         2.0, gt=0, description="Deadline of one request to the store master."
     )
@@ -177,7 +181,7 @@ class SchedulerConfig(Frozen):
 class FrontConfig(Frozen):
     """The HTTP front end."""
 
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="Address of the HTTP server.")
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free port.")
     max_open_requests: int = Field(256, ge=1, description="More are refused with 429.")
     request_timeout_s: float = Field(
@@ -192,7 +196,7 @@ class ClusterConfig(Frozen):
     """Who takes part."""
 
     workers: int = Field(4, ge=1, le=1024, description="Workers expected for the first view.")
-    membership_host: str = "127.0.0.1"
+    membership_host: str = Field("127.0.0.1", description="Where workers find the front.")
     membership_port: int = Field(
         0, ge=0, le=65535, description="TCPStore port of the front; 0 picks a free one."
     )

@@ -136,6 +136,9 @@ def _yaml_problem(document: Document, error: yaml.YAMLError) -> Problem:
         mark = error.problem_mark
         origin = f"{document.name}:{mark.line + 1}, column {mark.column + 1}"
         problem = error.problem or error.context or "not understood"
+        # Only the context knows where an unfinished key or bracket began.
+        if error.problem and error.context and error.context_mark is not None:
+            problem += f" {error.context} that begins in line {error.context_mark.line + 1}"
     else:
         origin, problem = document.name, " ".join(str(error).split())
     return Problem(name="", origin=origin, seen="", expected=f"not valid YAML: {problem}")

@@ -3,61 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from configs import render
-from configs.errors import ConfigError
-from configs.loader import LoadedConfig, load
-from configs.schema import RuntimeConfig
-
-EXIT_CONFIG = 2
-Command = TypeVar("Command", bound=Callable[..., Any])
+from configs import ConfigError, LoadedConfig, RuntimeConfig, load, render
+from moe_runtime.options import config_options
 
 
-class ConfigFailure(click.ClickException):
-    """A configuration error at the command line: its own lines, exit code 2."""
+class ConfigRefused(click.ClickException):
+    """A configuration that can't be used: the loader's own lines, exit code 2."""
 
-    exit_code = EXIT_CONFIG
-
-
-def config_options(command: Command) -> Command:
-    """Add `--preset`, `--config` and `--set` to a command; see `load_for_command`."""
-    options = (
-        click.option("--preset", metavar="NAME", help="Start from a preset (default: example)."),
-        click.option("--config", "path", metavar="FILE", help="Start from a YAML file."),
-        click.option(
-            "--set",
-            "overrides",
-            multiple=True,
-            metavar="SECTION.KEY=VALUE",
-            help="Change one setting; may be repeated.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def load_for_command(
-    preset: str | None, path: str | None, overrides: tuple[str, ...]
-) -> LoadedConfig:
-    """Load what the three options name.
-
-    Raises:
-        ConfigFailure: The configuration is wrong; click prints it and exits with 2.
-        click.UsageError: Both a preset and a file were named.
-    """
-    if preset is not None and path is not None:
-        raise click.UsageError("--preset and --config exclude each other")
-    # A bare word after --config is a file too, never a preset.
-    source = path if path is None or "/" in path else f"./{path}"
-    try:
-        return load(source or preset or "example", overrides=overrides)
-    except ConfigError as error:
-        raise ConfigFailure(str(error)) from error
+    exit_code = 2
 
 
 @click.group(name="config")
@@ -66,18 +23,20 @@ def config_command() -> None:
 
 
 @config_command.command()
-@config_options
-def show(preset: str | None, path: str | None, overrides: tuple[str, ...]) -> None:
+@config_options(default_preset="example")
+def show(**options: Any) -> None:
     """Print the whole configuration; comments say where a value is from."""
-    click.echo(render.show(load_for_command(preset, path, overrides)), nl=False)
+    click.echo(render.show(_load(options)), nl=False)
 
 
 @config_command.command()
-@config_options
-def check(preset: str | None, path: str | None, overrides: tuple[str, ...]) -> None:
+@config_options(default_preset="example")
+def check(**options: Any) -> None:
     """Exit 0 if the configuration is usable, else list all problems and exit 2."""
-    loaded = load_for_command(preset, path, overrides)
-    click.echo(f"ok: {loaded.config.model.path}, {loaded.config.cluster.workers} workers")
+    config = _load(options).config
+    if not (config.model.path / "config.json").is_file():
+        raise ConfigRefused(f"model.path = {config.model.path}: no checkpoint (config.json) there")
+    click.echo(f"ok: {config.model.path}, {config.cluster.workers} workers")
 
 
 @config_command.command()
@@ -88,3 +47,10 @@ def schema(form: str) -> None:
         click.echo(render.reference_page(), nl=False)
     else:
         click.echo(json.dumps(RuntimeConfig.model_json_schema(), indent=2))
+
+
+def _load(options: dict[str, Any]) -> LoadedConfig:
+    try:
+        return load(options["config"], overrides=options["overrides"])
+    except ConfigError as error:
+        raise ConfigRefused(str(error)) from error

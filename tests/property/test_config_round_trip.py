@@ -1,0 +1,95 @@
+"""Any valid configuration survives being written and read, from a file and from flags."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import annotated_types
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from configs import RuntimeConfig, load_config
+from configs.fields import Setting, sections
+from configs.fields import settings as known_settings
+from configs.render import to_yaml
+
+# Surrogates are no text; line ends and other controls are not part of a one-line value.
+TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1, max_size=12)
+PATH = st.text("abcXYZ09 -_.é#:'\"", min_size=1, max_size=12).map(lambda text: Path("/m") / text)
+
+
+def bounds(setting: Setting) -> tuple[float, float, bool]:
+    section, _, key = setting.name.partition(".")
+    low, high, exclusive = -1000.0, 1e9, False
+    for bound in sections()[section].model_fields[key].metadata:
+        match bound:
+            case annotated_types.Ge(ge=value):
+                low = value
+            case annotated_types.Gt(gt=value):
+                low, exclusive = value, True
+            case annotated_types.Le(le=value):
+                high = value
+    return float(low), float(high), exclusive
+
+
+def values(setting: Setting) -> st.SearchStrategy[Any]:
+    low, high, exclusive = bounds(setting)
+    if setting.kind is bool:
+        strategy: st.SearchStrategy[Any] = st.booleans()
+    elif setting.kind is int:
+        strategy = st.integers(int(low), int(high))
+    elif setting.kind is float:
+        strategy = st.floats(low, high, exclude_min=exclusive)
+    elif setting.kind is Path:
+        strategy = PATH
+    elif isinstance(setting.kind, type) and issubclass(setting.kind, StrEnum):
+        strategy = st.sampled_from(list(setting.kind))
+    else:
+        # Words that mean null are the documented exception for optional text.
+        strategy = TEXT.filter(lambda text: text.strip().lower() not in ("", "null", "none", "~"))
+    return st.none() | strategy if setting.optional else strategy
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> RuntimeConfig:
+    nested: dict[str, dict[str, Any]] = {}
+    for name, setting in known_settings().items():
+        section, _, key = name.partition(".")
+        if setting.required or draw(st.booleans()):
+            nested.setdefault(section, {})[key] = draw(values(setting))
+    return RuntimeConfig.model_validate(nested)
+
+
+@given(config=configurations())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_round_trips(tmp_path: Path, config: RuntimeConfig) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(path, environ={}) == config
+
+
+@given(config=configurations())
+@settings(max_examples=60)
+def test_flags_round_trip_and_win(config: RuntimeConfig) -> None:
+    plain = config.model_dump(mode="json")
+    flags = [
+        f"{section}.{key}={'null' if value is None else value}"
+        for section, table in plain.items()
+        for key, value in table.items()
+    ]
+    environ = {"MOE_RUNTIME__FRONT__PORT": "1", "MOE_RUNTIME__MODEL__PATH": "/elsewhere"}
+    assert load_config("tiny-test", overrides=flags, environ=environ) == config
+
+
+@given(name=st.sampled_from(sorted(known_settings())), position=st.integers(0, 100))
+def test_a_typo_is_traced_to_the_name_that_was_meant(name: str, position: int) -> None:
+    at = name.index(".") + 1 + position % (len(name) - name.index(".") - 1)
+    typo = f"{name[:at]}{name[at + 1 :]}"
+    if typo in known_settings() or len(name) - name.index(".") < 5:
+        return
+    with pytest.raises(ValueError, match="no such setting; did you mean") as caught:
+        load_config("tiny-test", overrides=[f"{typo}=1"], environ={})
+    assert f"did you mean {name}?" in str(caught.value)
