@@ -1,0 +1,177 @@
+"""Dispatch over torch.distributed: the same messages through `all_to_all_single`.
+
+The reference that the transfer dispatcher is compared with, in bits and in time. Membership is
+fixed: a lost member ends the process group, and with it this dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from configs.schema import MissingExperts
+from dispatch.errors import PassFailed
+from dispatch.exchange import Exchange
+from dispatch.expert_map import ExpertMap
+from dispatch.handle import DispatchHandle, ExpertRows
+from dispatch.layout import Bytes, DispatchLayout, aligned
+from dispatch.message import Stamp
+from dispatch.passes import PassSequence
+from dispatch.statistics import Counters, DispatchStatistics
+from dispatch.validation import check_layer
+from dispatch.weighted_sum import WeightedSum
+
+Write = Callable[[int, Bytes], int]  # position of a member, its part of the buffer -> bytes
+
+
+class CollectiveDispatcher:
+    """Implements `Dispatcher` on a process group with a CPU backend. Not thread-safe.
+
+    Args:
+        layout: Sizes.
+        expert_map: Where the experts live.
+        ranks: The map's rank of each group rank, ascending; default: the same numbers.
+        process_group: Default: the default group, which must exist.
+        missing_experts: What to do with experts that nobody holds.
+
+    Raises:
+        InputInvalid: The map does not fit the layout.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: DispatchLayout,
+        expert_map: ExpertMap,
+        ranks: Sequence[int] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        missing_experts: MissingExperts = MissingExperts.WAIT,
+    ) -> None:
+        self._group = process_group
+        self._size = dist.get_world_size(process_group)
+        members = list(ranks) if ranks is not None else list(range(self._size))
+        assert members == sorted(members), "group ranks follow the order of the map's ranks"
+        assert len(members) == self._size, "one rank of the map for each rank of the group"
+        self._layout = layout
+        self._counters = Counters(layout)
+        self._exchange = Exchange(
+            layout,
+            expert_map,
+            members,
+            members[dist.get_rank(process_group)],
+            missing_experts=missing_experts,
+            counters=self._counters,
+            weighted_sum=WeightedSum(layout),
+        )
+        self._others = [w for w in range(self._size) if w != self._exchange.me]
+        self._sequence = PassSequence()
+        self._sequence.become_prepared(0)
+        self._sequence.become_idle()
+
+    def begin_pass(self) -> None:
+        """See `Dispatcher.begin_pass`."""
+        self._sequence.begin()
+
+    def dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, layer: int
+    ) -> tuple[ExpertRows, DispatchHandle]:
+        """See `Dispatcher.dispatch`."""
+        check_layer(self._layout, layer)
+        stamp = self._sequence.dispatching(layer)
+        outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp)
+        layout, bounds = self._layout, outgoing.routing.choice_bounds
+        rows = np.diff(outgoing.routing.row_bounds).tolist()
+        sizes = [
+            layout.dispatch_bytes(
+                self._exchange.experts_of(w, layer), bounds[w + 1] - bounds[w], rows[w]
+            )
+            if w != self._exchange.me
+            else 0
+            for w in range(self._size)
+        ]
+        incoming = self._sizes(sizes, stamp)
+        buffers = self._move(
+            sizes, incoming, stamp, lambda w, part: self._exchange.write_dispatch(outgoing, w, part)
+        )
+        arrived, handle = self._exchange.receive(outgoing, buffers)
+        self._sequence.dispatched(handle)
+        return arrived, handle
+
+    def combine(self, expert_out: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """See `Dispatcher.combine`."""
+        stamp = self._sequence.combining(handle, handle.stamp)
+        exchange, dtype = self._exchange, expert_out.dtype
+        results = exchange.returning(handle, expert_out)
+
+        def sizes_of(bounds: list[int]) -> list[int]:
+            return [
+                self._layout.combine_bytes(bounds[w + 1] - bounds[w], dtype)
+                if w != exchange.me
+                else 0
+                for w in range(self._size)
+            ]
+
+        buffers = self._move(
+            sizes_of(handle.source_bounds),
+            sizes_of(handle.outgoing.routing.choice_bounds),
+            stamp,
+            lambda w, part: exchange.write_combine(handle, stamp, results, dtype, w, part),
+        )
+        out = exchange.finish(handle, stamp, results, dtype, buffers)
+        self._sequence.combined()
+        return out
+
+    def end_pass(self) -> None:
+        """See `Dispatcher.end_pass`."""
+        self._sequence.end()
+        self._counters.passes += 1
+
+    def statistics(self) -> DispatchStatistics:
+        """See `Dispatcher.statistics`."""
+        return self._counters.snapshot()
+
+    def _sizes(self, sizes: list[int], stamp: Stamp) -> list[int]:
+        """Tell every rank the size of its message; return the sizes that are coming."""
+        incoming = torch.empty(self._size, dtype=torch.int64)
+        self._all_to_all(incoming, torch.tensor(sizes), None, None, stamp)
+        return list(map(int, incoming.tolist()))
+
+    def _move(
+        self, sizes: list[int], incoming: list[int], stamp: Stamp, write: Write
+    ) -> dict[int, Bytes]:
+        """Write all messages side by side, exchange them, return those that came."""
+        padded, arriving = [list(map(aligned, part)) for part in (sizes, incoming)]
+        source = torch.empty(sum(padded), dtype=torch.uint8)
+        target = torch.empty(sum(arriving), dtype=torch.uint8)
+        begins, arrivals = [[0, *np.cumsum(part).tolist()] for part in (padded, arriving)]
+        buffer, received = source.numpy(), target.numpy()
+        for w in self._others:
+            written = write(w, buffer[begins[w] : begins[w + 1]])
+            assert written == sizes[w], "the size was told before the message was written"
+            self._counters.sent_bytes += written
+        self._all_to_all(target, source, arriving, padded, stamp)
+        return {w: received[arrivals[w] : arrivals[w + 1]] for w in self._others}
+
+    def _all_to_all(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        target_sizes: list[int] | None,
+        source_sizes: list[int] | None,
+        stamp: Stamp,
+    ) -> None:
+        try:
+            dist.all_to_all_single(target, source, target_sizes, source_sizes, group=self._group)
+        except RuntimeError as error:
+            self._sequence.become_failed()
+            raise PassFailed(
+                epoch=stamp.epoch,
+                pass_id=stamp.pass_id,
+                layer=stamp.layer,
+                phase=stamp.phase.value,
+                suspects=(),  # the process group does not say who
+                evidence=str(error),
+            ) from error

@@ -1,0 +1,208 @@
+"""How the messages of one epoch travel: writes out, waits in, and what a failure is called.
+
+    lost peer                      -> PassFailed, suspect: that rank
+    no message for pass_timeout_s  -> PassFailed, suspects: the ranks whose message is missing
+    refused write                  -> PassFailed, no suspects: the peer has left this epoch
+    transfer.Interrupted           -> passes through
+
+A wait is extended as long as messages arrive, and once more if this process itself was stopped:
+who did not look cannot say that nothing came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from dispatch.errors import DispatchError, PassFailed
+from dispatch.exchange import Exchange
+from dispatch.layout import Bytes
+from dispatch.message import Stamp
+from dispatch.statistics import Counters
+from dispatch.windows import ReceiveWindow, SendWindow, Staging
+from transfer import (
+    AccessRefused,
+    ImmediateTimeout,
+    Interrupted,
+    PeerLost,
+    TransferError,
+)
+
+if TYPE_CHECKING:
+    from transfer import Transfer, TransferEngine
+
+EPOCH_MASK = 0xFF_FFFF
+STALL_FACTOR = 1.5  # a wait that took this much longer than its deadline was not ours to judge
+
+Write = Callable[[int, Bytes], int]  # position of a member, buffer -> bytes written
+
+
+def immediate_of(epoch: int, parity: int) -> int:
+    """Return the immediate that announces a message: 24 bits of the epoch, one of the phase."""
+    return (epoch & EPOCH_MASK) << 1 | parity
+
+
+class Delivery:
+    """Sends one message to every peer and waits for one of every peer. Not thread-safe.
+
+    Args:
+        engine: Not owned.
+        exchange: For the positions of the members.
+        epoch: Of all messages.
+        timeout_s: Longest time without any message that is due.
+        peers: Rank -> name of all other members.
+        windows: Rank -> where its messages land.
+        targets: Rank -> where messages to it go.
+        staging: Where messages are assembled.
+        counters: Where to count bytes and time.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        exchange: Exchange,
+        *,
+        epoch: int,
+        timeout_s: float,
+        peers: Mapping[int, str],
+        windows: Mapping[int, ReceiveWindow],
+        targets: Mapping[int, SendWindow],
+        staging: Staging,
+        counters: Counters,
+    ) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._counters = counters
+        self._staging = staging
+        self._rank_of = {name: rank for rank, name in peers.items()}
+        position = {rank: i for i, rank in enumerate(exchange.members)}
+        # Everybody starts with the next rank, so that no rank is everybody's first.
+        rotated = sorted(peers, key=lambda rank: (position[rank] - exchange.me) % len(position))
+        self._routes = [
+            (position[rank], rank, peers[rank], targets[rank], i) for i, rank in enumerate(rotated)
+        ]
+        self._immediates = (immediate_of(epoch, 0), immediate_of(epoch, 1))
+        self._due = tuple(
+            {(name, immediate): 1 for name in peers.values()} for immediate in self._immediates
+        )
+        self._buffers: tuple[dict[int, Bytes], ...] = tuple(
+            {position[rank]: window.parts[parity] for rank, window in windows.items()}
+            for parity in (0, 1)
+        )
+        self._transfers: tuple[list[tuple[int, Transfer]], ...] = ([], [])
+
+    def first_messages(self) -> list[tuple[str, int]]:
+        """Return (peer, immediate) of the messages that begin a pass."""
+        return list(self._due[0])
+
+    def exchange(self, stamp: Stamp, write: Write) -> Mapping[int, Bytes]:
+        """Send to all, receive from all.
+
+        Args:
+            stamp: Of the messages.
+            write: Assembles the message for the member at a position.
+
+        Returns:
+            Position of each other member -> its message; valid until the next call of this
+            parity.
+
+        Raises:
+            PassFailed, transfer.Interrupted.
+        """
+        if not self._routes:
+            return {}
+        parity = stamp.parity
+        self._settle(parity, stamp)
+        for position, rank, name, target, i in self._routes:
+            nbytes = write(position, self._staging.parts[i][parity])
+            self._send(stamp, rank, name, target, i, nbytes)
+        start = time.monotonic()
+        self._receive(stamp)
+        self._counters.waited_s += time.monotonic() - start
+        return self._buffers[parity]
+
+    def _settle(self, parity: int, stamp: Stamp) -> None:
+        """Finish the writes of two phases ago, whose staging is needed now.
+
+        They have arrived, as the peers' later messages show; what is awaited here is only the
+        engine's own account of it.
+        """
+        transfers = self._transfers[parity]
+        for rank, transfer in transfers:
+            try:
+                transfer.wait(self._timeout_s)
+            except Interrupted:
+                raise
+            except TransferError as error:
+                raise self._failed(stamp, error, rank) from error
+        transfers.clear()
+
+    def _send(
+        self, stamp: Stamp, rank: int, name: str, target: SendWindow, i: int, nbytes: int
+    ) -> None:
+        parity = stamp.parity
+        assert self._staging.region is not None
+        try:
+            transfer = self._engine.write(
+                name,
+                self._staging.region,
+                target.key,
+                self._staging.offsets[i][parity],
+                target.offsets[parity],
+                nbytes,
+                immediate=self._immediates[parity],
+                timeout_s=self._timeout_s,
+            )
+        except Interrupted:
+            raise
+        except TransferError as error:
+            raise self._failed(stamp, error, rank) from error
+        self._transfers[parity].append((rank, transfer))
+        self._counters.sent_bytes += nbytes
+
+    def _receive(self, stamp: Stamp) -> None:
+        due = self._due[stamp.parity]
+        missing: frozenset[tuple[str, int]] = frozenset(due)
+        stalled = False
+        while True:
+            start = time.monotonic()
+            try:
+                self._engine.expect(due, timeout_s=self._timeout_s)
+            except ImmediateTimeout as error:
+                still_missing = frozenset(error.missing)
+                stalled_now = time.monotonic() - start > self._timeout_s * STALL_FACTOR
+                if still_missing < missing or (stalled_now and not stalled):
+                    missing, stalled = still_missing, stalled or stalled_now
+                    continue
+                raise self._silent(stamp, still_missing) from error
+            except PeerLost as error:
+                raise self._failed(stamp, error, self._rank_of.get(error.peer)) from error
+            return
+
+    def _silent(self, stamp: Stamp, missing: frozenset[tuple[str, int]]) -> DispatchError:
+        """Name the reason for silence: a write that failed, or ranks that sent nothing."""
+        for rank, transfer in self._transfers[stamp.parity]:
+            if transfer.done():
+                try:
+                    transfer.wait(0)
+                except TransferError as error:
+                    return self._failed(stamp, error, rank)
+        ranks = tuple(sorted(self._rank_of[name] for name, _ in missing))
+        evidence = f"no {stamp.phase} message for {self._timeout_s:.3g} s"
+        return self._pass_failed(stamp, ranks, evidence)
+
+    def _failed(self, stamp: Stamp, error: TransferError, rank: int | None) -> PassFailed:
+        # A refused write is no sign of death: the peer has withdrawn its windows and gone on.
+        suspects = () if rank is None or isinstance(error, AccessRefused) else (rank,)
+        return self._pass_failed(stamp, suspects, f"{type(error).__name__}: {error}")
+
+    def _pass_failed(self, stamp: Stamp, suspects: tuple[int, ...], evidence: str) -> PassFailed:
+        return PassFailed(
+            epoch=stamp.epoch,
+            pass_id=stamp.pass_id,
+            layer=stamp.layer,
+            phase=stamp.phase.value,
+            suspects=suspects,
+            evidence=evidence,
+        )

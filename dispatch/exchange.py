@@ -1,0 +1,343 @@
+"""What one rank does in an exchange, whatever carries the messages.
+
+    send           check the input, route it                     integers only
+    write_dispatch one peer's message into a buffer              gather
+    receive        everybody's messages -> rows of my experts    gather
+    write_combine  one peer's results into a buffer              gather
+    finish         everybody's results -> weighted sums          scatter, elementwise sum
+
+The dispatchers differ only in how the buffers travel. This rank's own rows are never put into a
+message. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from configs.schema import MissingExperts
+from dispatch.errors import ExpertUnowned, InputInvalid, MessageMismatch
+from dispatch.expert_map import ExpertMap
+from dispatch.handle import DispatchHandle, ExpertRows, Outgoing
+from dispatch.layout import HEADER_BYTES, INDEX_BYTES, Bytes, DispatchLayout, RowFormat, Rows
+from dispatch.layout import rows_offset as offset_of_rows
+from dispatch.message import Stamp, read_header, write_header
+from dispatch.missing import without_missing
+from dispatch.routing import ExpertMajor, Indices, LayerRoute, SlotNumbers
+from dispatch.statistics import Counters
+from dispatch.validation import check_choices, check_expert_out, id_out_of_range
+from dispatch.weighted_sum import WeightedSum
+
+_NO_INDICES: Indices = np.empty(0, np.int64)
+
+
+class Exchange:
+    """The tables of one epoch and the work on them.
+
+    Args:
+        layout: Sizes.
+        expert_map: Where the experts live.
+        members: All ranks that take part. Experts of other ranks count as missing.
+        rank: This rank.
+        missing_experts: What to do with a choice whose expert nobody holds.
+        counters: Where to count.
+        weighted_sum: Workspace of the combine.
+
+    Raises:
+        InputInvalid: The map does not fit the layout, or `rank` is no member.
+    """
+
+    def __init__(
+        self,
+        layout: DispatchLayout,
+        expert_map: ExpertMap,
+        members: Sequence[int],
+        rank: int,
+        *,
+        missing_experts: MissingExperts,
+        counters: Counters,
+        weighted_sum: WeightedSum,
+    ) -> None:
+        for name in ("num_layers", "num_logical"):
+            observed, expected = getattr(expert_map, name), getattr(layout, name)
+            if observed != expected:
+                raise InputInvalid(
+                    name=f"{name} of the expert map", observed=str(observed), expected=str(expected)
+                )
+        self.members = tuple(sorted(members))
+        self.rank = rank
+        if rank not in self.members:
+            raise InputInvalid(name="rank", observed=str(rank), expected=f"one of {self.members}")
+        self.me = self.members.index(rank)
+        self._layout = layout
+        self._policy = missing_experts
+        self._counters = counters
+        self._weighted_sum = weighted_sum
+        self._format = RowFormat(layout.row_bytes)
+        self.routes = [
+            LayerRoute(expert_map, self.members, rank, layer) for layer in range(layout.num_layers)
+        ]
+        self.experts: list[tuple[int, ...]] = [
+            tuple(route.slot_experts[slice(*route.slot_bounds[self.me : self.me + 2])].tolist())
+            for route in self.routes
+        ]
+        self._majors = [ExpertMajor(len(self.members), len(experts)) for experts in self.experts]
+        counters.adopt(self.members, rank, self.routes)
+
+    def experts_of(self, member: int, layer: int) -> int:
+        """Return how many experts the member at this position holds in `layer`."""
+        bounds = self.routes[layer].slot_bounds
+        return bounds[member + 1] - bounds[member]
+
+    def send(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        stamp: Stamp,
+    ) -> Outgoing:
+        """Check the arguments of a dispatch and route its choices.
+
+        Raises:
+            InputInvalid, CapacityExceeded, ExpertUnowned: Nothing was sent yet.
+        """
+        ids = check_choices(self._layout, x, topk_ids, topk_weights)
+        route = self.routes[stamp.layer]
+        num_tokens, topk = ids.shape
+        try:
+            slots = route.slots(ids)
+        except IndexError:
+            raise id_out_of_range(self._layout, ids) from None
+        routing = route.route(slots, num_tokens, topk)
+        if routing.num_invalid:
+            raise id_out_of_range(self._layout, ids)
+        weights = topk_weights
+        if routing.num_missing and self._policy is MissingExperts.WAIT:
+            missing = np.unique(ids.reshape(-1)[slots > route.num_slots])
+            raise ExpertUnowned(
+                epoch=stamp.epoch, layer=stamp.layer, experts=tuple(missing.tolist())
+            )
+        if routing.num_masked or routing.num_missing:
+            weights = self._weights_of_the_rest(topk_weights, slots, route.num_slots)
+        self._counters.routed(stamp.layer, routing, num_tokens, routing.num_missing)
+        return Outgoing(
+            stamp=stamp,
+            routing=routing,
+            x=self._format.of(x),
+            num_tokens=num_tokens,
+            weights=weights,
+            num_degraded=routing.num_missing,
+        )
+
+    def _weights_of_the_rest(
+        self, topk_weights: torch.Tensor, slots: SlotNumbers, num_slots: int
+    ) -> torch.Tensor:
+        shape = tuple(topk_weights.shape)
+        masked = (slots == num_slots).reshape(shape)
+        missing = (slots > num_slots).reshape(shape)
+        return torch.from_numpy(without_missing(topk_weights.detach().numpy(), masked, missing))
+
+    def write_dispatch(self, outgoing: Outgoing, member: int, buffer: Bytes) -> int:
+        """Write the dispatch message for one other member; return its size in bytes."""
+        routing, stamp = outgoing.routing, outgoing.stamp
+        slot_begin, slot_end = self.routes[stamp.layer].slot_bounds[member : member + 2]
+        begin, end = routing.choice_bounds[member : member + 2]
+        row_begin, row_end = routing.row_bounds[member : member + 2]
+        num_experts = slot_end - slot_begin
+        write_header(
+            buffer,
+            stamp,
+            source=self.rank,
+            dtype=self._layout.dtype,
+            num_experts=num_experts,
+            num_choices=end - begin,
+            num_rows=row_end - row_begin,
+            hidden=self._layout.hidden,
+        )
+        index = np.ndarray((num_experts + end - begin,), np.int32, buffer, HEADER_BYTES)
+        index[:num_experts] = routing.counts[slot_begin:slot_end]
+        offset = offset_of_rows(num_experts, end - begin)
+        if begin == end:
+            return offset
+        index[num_experts:] = routing.choice_rows[begin:end]
+        rows = self._format.view(buffer, offset, row_end - row_begin)
+        outgoing.x.take(routing.row_tokens[row_begin:row_end], 0, rows, "clip")
+        return offset + (row_end - row_begin) * self._format.row_bytes
+
+    def receive(
+        self, outgoing: Outgoing, buffers: Mapping[int, Bytes]
+    ) -> tuple[ExpertRows, DispatchHandle]:
+        """Put the rows of all members in the order of this rank's experts.
+
+        Args:
+            outgoing: This rank's own choices; those for its own experts are taken from here.
+            buffers: Position of each other member -> its dispatch message. Not used after the
+                return.
+
+        Raises:
+            MessageMismatch: A message is not the one that is due, or contradicts itself.
+        """
+        layer, experts = outgoing.stamp.layer, self.experts[outgoing.stamp.layer]
+        counts = np.zeros((len(self.members), len(experts)), np.int64)
+        bounds, parts, indices, num_rows = [0], [], [], 0
+        for member in range(len(self.members)):
+            index, rows = (
+                self._own(outgoing, counts[member])
+                if member == self.me
+                else self._arrived(outgoing.stamp, member, buffers[member], counts[member])
+            )
+            bounds.append(bounds[-1] + len(index))
+            if len(index):
+                parts.append(rows)
+                indices.append(index + num_rows if num_rows else index)
+                num_rows += len(rows)
+        gather, place = self._majors[layer].arrange(counts)
+        out = torch.empty(len(gather), self._layout.hidden, dtype=self._layout.dtype)
+        if parts:
+            arrived = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            index = indices[0] if len(indices) == 1 else np.concatenate(indices)
+            arrived.take(index[gather], 0, self._format.of(out), "clip")
+        totals = counts.sum(0)
+        self._counters.received(layer, totals)
+        rows_out = ExpertRows(rows=out, counts=tuple(totals.tolist()), experts=experts)
+        return rows_out, DispatchHandle(outgoing=outgoing, place=place, source_bounds=bounds)
+
+    def _own(self, outgoing: Outgoing, counts: Indices) -> tuple[Indices, Rows]:
+        routing = outgoing.routing
+        begin, end = routing.choice_bounds[self.me : self.me + 2]
+        slots = self.routes[outgoing.stamp.layer].slot_bounds[self.me : self.me + 2]
+        counts[:] = routing.counts[slice(*slots)]
+        return routing.choice_tokens[begin:end], outgoing.x
+
+    def _arrived(
+        self, stamp: Stamp, member: int, buffer: Bytes, counts: Indices
+    ) -> tuple[Indices, Rows]:
+        """Check a dispatch message, fill in its counts, return its choices' rows."""
+        layout, source, num_experts = self._layout, self.members[member], len(counts)
+        num_choices, num_rows = read_header(
+            buffer,
+            stamp,
+            source=source,
+            dtype=layout.dtype,
+            num_experts=num_experts,
+            hidden=layout.hidden,
+        )
+        if num_choices > layout.choices_max or num_rows > layout.max_tokens:
+            raise MessageMismatch(
+                source=source,
+                name="choices and rows",
+                observed=(num_choices, num_rows),
+                expected=f"at most ({layout.choices_max}, {layout.max_tokens})",
+            )
+        if not num_choices:
+            return _NO_INDICES, self._format.view(buffer, HEADER_BYTES, 0)
+        begin = HEADER_BYTES + INDEX_BYTES * num_experts
+        counts[:] = np.ndarray((num_experts,), np.int32, buffer, HEADER_BYTES)
+        index = np.ndarray((num_choices,), np.int32, buffer, begin)
+        if counts.sum() != num_choices or index.view(np.uint32).max() >= num_rows:
+            raise MessageMismatch(
+                source=source,
+                name="sum of counts and highest row",
+                observed=(int(counts.sum()), int(index.view(np.uint32).max())),
+                expected=(num_choices, f"below {num_rows}"),
+            )
+        rows = self._format.view(buffer, offset_of_rows(num_experts, num_choices), num_rows)
+        return index, rows
+
+    def returning(self, handle: DispatchHandle, expert_out: torch.Tensor) -> Rows:
+        """Check the argument of a combine; return its rows without a copy.
+
+        Raises:
+            InputInvalid: Nothing was sent yet.
+        """
+        check_expert_out(self._layout, expert_out, len(handle.place))
+        return self._combine_format(expert_out.dtype).of(expert_out)
+
+    def _combine_format(self, dtype: torch.dtype) -> RowFormat:
+        if dtype is self._layout.dtype:
+            return self._format
+        return RowFormat(self._layout.hidden * dtype.itemsize)
+
+    def write_combine(
+        self,
+        handle: DispatchHandle,
+        stamp: Stamp,
+        results: Rows,
+        dtype: torch.dtype,
+        member: int,
+        buffer: Bytes,
+    ) -> int:
+        """Write the combine message for one other member; return its size in bytes."""
+        begin, end = handle.source_bounds[member : member + 2]
+        write_header(
+            buffer,
+            stamp,
+            source=self.rank,
+            dtype=dtype,
+            num_experts=0,
+            num_choices=end - begin,
+            num_rows=end - begin,
+            hidden=self._layout.hidden,
+        )
+        if begin == end:
+            return HEADER_BYTES
+        row_format = self._combine_format(dtype)
+        rows = row_format.view(buffer, HEADER_BYTES, end - begin)
+        results.take(handle.place[begin:end], 0, rows, "clip")
+        return HEADER_BYTES + (end - begin) * row_format.row_bytes
+
+    def finish(
+        self,
+        handle: DispatchHandle,
+        stamp: Stamp,
+        results: Rows,
+        dtype: torch.dtype,
+        buffers: Mapping[int, Bytes],
+    ) -> torch.Tensor:
+        """Return the weighted sums: [T, H] of the layout's type.
+
+        Args:
+            handle: Of the dispatch.
+            stamp: Of the combine.
+            results: This rank's expert rows, for its own tokens.
+            dtype: Their type; every member's must be the same.
+            buffers: Position of each other member -> its combine message. Not used after the
+                return.
+
+        Raises:
+            MessageMismatch: A message is not the one that is due.
+        """
+        outgoing, order = handle.outgoing, handle.outgoing.routing.order
+        bounds = outgoing.routing.choice_bounds
+        gathered = self._weighted_sum.gathered(dtype)
+        num_all = outgoing.num_tokens * self._layout.topk
+        if len(order) < num_all:
+            gathered[:num_all] = 0  # left-out choices: their weight is 0 and so is their row
+        for member in range(len(self.members)):
+            begin, end = bounds[member : member + 2]
+            if member == self.me:
+                own_begin, own_end = handle.source_bounds[member : member + 2]
+                if begin < end:
+                    gathered[order[begin:end]] = results[handle.place[own_begin:own_end]]
+                continue
+            rows = self._returned(stamp, member, buffers[member], dtype, end - begin)
+            if begin < end:
+                gathered[order[begin:end]] = rows
+        if not num_all:
+            return torch.empty(0, self._layout.hidden, dtype=self._layout.dtype)
+        return self._weighted_sum.sum(dtype, outgoing.weights)
+
+    def _returned(
+        self, stamp: Stamp, member: int, buffer: Bytes, dtype: torch.dtype, num_due: int
+    ) -> Rows:
+        source = self.members[member]
+        found = read_header(
+            buffer, stamp, source=source, dtype=dtype, num_experts=0, hidden=self._layout.hidden
+        )
+        if found != (num_due, num_due):
+            raise MessageMismatch(
+                source=source, name="choices and rows", observed=found, expected=(num_due, num_due)
+            )
+        return self._combine_format(dtype).view(buffer, HEADER_BYTES, num_due)

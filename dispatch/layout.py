@@ -1,0 +1,140 @@
+"""Sizes: of a message, of a receive window, and what all members must agree on.
+
+    T tokens of a rank   K choices of a token   H hidden   E_r experts of the receiving rank
+    N choices for one receiver                  U tokens with at least one of them, U <= N
+
+    dispatch   | header 64 | counts 4*E_r | choices 4*N | pad | rows U*H*itemsize |
+    combine    | header 64 | rows N*H*itemsize |
+
+Each part begins at a multiple of 64 bytes, apart from `choices`, which follows `counts` directly.
+A window holds the largest message that `max_tokens` allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dispatch.errors import InputInvalid
+
+ALIGN_BYTES = 64
+HEADER_BYTES = 64
+INDEX_BYTES = 4  # counts and choices are int32
+
+DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # codes on the wire
+
+
+def aligned(nbytes: int) -> int:
+    """Round up to the next multiple of `ALIGN_BYTES`."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def rows_offset(num_experts: int, num_choices: int) -> int:
+    """Return where the rows of a dispatch message begin."""
+    return HEADER_BYTES + aligned(INDEX_BYTES * (num_experts + num_choices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchLayout:
+    """What is exchanged, the same on every member.
+
+    Attributes:
+        hidden: H, elements of a row.
+        topk: K, choices of a token.
+        num_logical: E, experts of a layer.
+        num_layers: Layers with experts.
+        dtype: Type of the rows on their way to the experts, and of the result.
+        max_tokens: Most tokens of one rank in one pass; sizes the windows.
+        combine_dtype: Widest type that experts may return; sizes the windows of the way back.
+
+    Raises:
+        InputInvalid: From the constructor.
+    """
+
+    hidden: int
+    topk: int
+    num_logical: int
+    num_layers: int
+    dtype: torch.dtype
+    max_tokens: int
+    combine_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "topk", "num_logical", "num_layers", "max_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise InputInvalid(name=name, observed=str(value), expected=">= 1")
+        for name in ("dtype", "combine_dtype"):
+            value = getattr(self, name)
+            if value not in DTYPES:
+                expected = " or ".join(map(str, DTYPES))
+                raise InputInvalid(name=name, observed=str(value), expected=expected)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on its way to an expert."""
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def choices_max(self) -> int:
+        """Most choices of one rank in one pass."""
+        return self.max_tokens * self.topk
+
+    def dispatch_bytes(self, num_experts: int, num_choices: int, num_rows: int) -> int:
+        """Return the size of a dispatch message.
+
+        Args:
+            num_experts: E_r, experts of the receiving rank in the layer.
+            num_choices: N, (token, choice) pairs that go to it.
+            num_rows: U, tokens among them.
+        """
+        return rows_offset(num_experts, num_choices) + num_rows * self.row_bytes
+
+    def combine_bytes(self, num_choices: int, dtype: torch.dtype) -> int:
+        """Return the size of a combine message of `num_choices` rows of `dtype`."""
+        return HEADER_BYTES + num_choices * self.hidden * dtype.itemsize
+
+    def dispatch_window_bytes(self, num_experts: int) -> int:
+        """Return the size of a window for dispatch messages to a rank with `num_experts`."""
+        return aligned(self.dispatch_bytes(num_experts, self.choices_max, self.max_tokens))
+
+    def combine_window_bytes(self) -> int:
+        """Return the size of a window for combine messages."""
+        widest = max(self.combine_dtype, self.dtype, key=lambda dtype: dtype.itemsize)
+        return aligned(self.combine_bytes(self.choices_max, widest))
+
+
+Bytes = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.generic]  # [n, words of a row]
+
+
+class RowFormat:
+    """Rows as integers: numpy has no bfloat16, and moving must not touch a single bit.
+
+    A row is a run of the widest unsigned integers that divide it. Immutable.
+
+    Attributes:
+        row_bytes: Bytes of a row.
+        word: The integer type.
+        width: Words of a row.
+    """
+
+    __slots__ = ("row_bytes", "width", "word")
+
+    def __init__(self, row_bytes: int) -> None:
+        size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
+        self.row_bytes = row_bytes
+        self.word = np.dtype(f"u{size}")
+        self.width = row_bytes // size
+
+    def view(self, buffer: Bytes, offset: int, num_rows: int) -> Rows:
+        """Return `num_rows` rows of `buffer` from byte `offset` on, sharing its memory."""
+        return np.ndarray((num_rows, self.width), self.word, buffer, offset)
+
+    def of(self, tensor: torch.Tensor) -> Rows:
+        """Return the rows of a contiguous [n, H] CPU tensor, sharing its memory."""
+        source = tensor.detach() if tensor.requires_grad else tensor
+        return source.view(torch.uint8).numpy().view(self.word)

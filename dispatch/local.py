@@ -1,0 +1,87 @@
+"""Dispatch within one rank: no messages, the same rows, the same bits."""
+
+from __future__ import annotations
+
+import torch
+
+from configs.schema import MissingExperts
+from dispatch.exchange import Exchange
+from dispatch.expert_map import ExpertMap
+from dispatch.handle import DispatchHandle, ExpertRows
+from dispatch.layout import DispatchLayout
+from dispatch.passes import PassSequence
+from dispatch.statistics import Counters, DispatchStatistics
+from dispatch.validation import check_layer
+from dispatch.weighted_sum import WeightedSum
+
+
+class LocalDispatcher:
+    """Implements `Dispatcher` for a rank that is alone. Not thread-safe.
+
+    Args:
+        layout: Sizes.
+        expert_map: Where the experts live; default: all on this rank.
+        rank: This rank.
+        missing_experts: What to do with experts that this rank does not hold.
+
+    Raises:
+        InputInvalid: The map does not fit the layout.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: DispatchLayout,
+        expert_map: ExpertMap | None = None,
+        rank: int = 0,
+        missing_experts: MissingExperts = MissingExperts.WAIT,
+    ) -> None:
+        self._layout = layout
+        self._counters = Counters(layout)
+        self._exchange = Exchange(
+            layout,
+            expert_map
+            or ExpertMap.even(
+                num_layers=layout.num_layers, num_logical=layout.num_logical, ranks=[rank]
+            ),
+            [rank],
+            rank,
+            missing_experts=missing_experts,
+            counters=self._counters,
+            weighted_sum=WeightedSum(layout),
+        )
+        self._sequence = PassSequence()
+        self._sequence.become_prepared(0)
+        self._sequence.become_idle()
+
+    def begin_pass(self) -> None:
+        """See `Dispatcher.begin_pass`."""
+        self._sequence.begin()
+
+    def dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, layer: int
+    ) -> tuple[ExpertRows, DispatchHandle]:
+        """See `Dispatcher.dispatch`; never raises PassFailed."""
+        check_layer(self._layout, layer)
+        stamp = self._sequence.dispatching(layer)
+        outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp)
+        rows, handle = self._exchange.receive(outgoing, {})
+        self._sequence.dispatched(handle)
+        return rows, handle
+
+    def combine(self, expert_out: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """See `Dispatcher.combine`; never raises PassFailed."""
+        stamp = self._sequence.combining(handle, handle.stamp)
+        results = self._exchange.returning(handle, expert_out)
+        out = self._exchange.finish(handle, stamp, results, expert_out.dtype, {})
+        self._sequence.combined()
+        return out
+
+    def end_pass(self) -> None:
+        """See `Dispatcher.end_pass`."""
+        self._sequence.end()
+        self._counters.passes += 1
+
+    def statistics(self) -> DispatchStatistics:
+        """See `Dispatcher.statistics`."""
+        return self._counters.snapshot()

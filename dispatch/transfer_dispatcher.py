@@ -1,0 +1,238 @@
+"""Dispatch over the transfer engine: one write with an immediate per peer and phase.
+
+    prepare   fresh receive windows for an epoch; the old ones are dropped
+    install   everybody's windows are in hand: passes may start
+    dispatch  assemble | write to each peer | wait for each peer's message | sort by expert
+    combine   assemble | write to each peer | wait for each peer's message | weighted sums
+
+Two windows per peer are enough. A rank sends phase n + 1 only after it has read everybody's
+phase n, so a peer that holds all messages of phase n + 1 may overwrite the window of phase n:
+that is where its message of phase n + 2 goes. No barrier is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from configs.schema import DispatchConfig, MissingExperts
+from dispatch.delivery import Delivery
+from dispatch.errors import CallOrder, InputInvalid, LayoutMismatch
+from dispatch.exchange import Exchange
+from dispatch.expert_map import ExpertMap
+from dispatch.handle import DispatchHandle, ExpertRows
+from dispatch.layout import DispatchLayout
+from dispatch.passes import PassSequence, State
+from dispatch.statistics import Counters, DispatchStatistics
+from dispatch.validation import check_layer
+from dispatch.weighted_sum import WeightedSum
+from dispatch.windows import ReceiveWindow, SendWindow, Staging
+
+if TYPE_CHECKING:
+    from transfer import TransferEngine
+
+logger = logging.getLogger(__name__)
+
+
+class TransferDispatcher:
+    """Implements `Dispatcher` for a group whose membership changes.
+
+    Made once per process; `prepare` and `install` lead from epoch to epoch, in any state. After
+    an error in a pass every call but these two is refused. Not thread-safe.
+
+    Args:
+        engine: Open, connected to every member before `install`; not owned.
+        config: Deadlines.
+        layout: Sizes, the same on every member.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, config: DispatchConfig, *, layout: DispatchLayout
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._layout = layout
+        self._counters = Counters(layout)
+        self._weighted_sum = WeightedSum(layout)
+        self._sequence = PassSequence()
+        self._staging = Staging(engine, layout)
+        self._exchange: Exchange | None = None
+        self._delivery: Delivery | None = None
+        self._windows: dict[int, ReceiveWindow] = {}  # rank -> my windows for it
+        self._members: dict[int, str] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last `prepare`; 0 before the first."""
+        return self._sequence.epoch
+
+    def prepare(
+        self,
+        *,
+        epoch: int,
+        rank: int,
+        members: Mapping[int, str],
+        expert_map: ExpertMap,
+        missing_experts: MissingExperts = MissingExperts.WAIT,
+    ) -> dict[int, bytes]:
+        """Leave the old epoch and open fresh receive windows for the new one.
+
+        Args:
+            epoch: The new epoch, greater than the last.
+            rank: This rank.
+            members: Rank -> peer name of all members, this one included.
+            expert_map: Where the experts live in the new epoch.
+            missing_experts: `wait`: a choice whose expert nobody holds is an error. `degrade`: it
+                is left out and the token's other weights are scaled up.
+
+        Returns:
+            Other rank -> an offer that the caller has to deliver to that rank's `install`.
+
+        Raises:
+            InputInvalid: The epoch is not newer, the map does not fit the layout, or `rank` is no
+                member. The dispatcher is as before.
+        """
+        if epoch <= self._sequence.epoch:
+            raise InputInvalid(
+                name="epoch", observed=str(epoch), expected=f"> {self._sequence.epoch}"
+            )
+        exchange = Exchange(
+            self._layout,
+            expert_map,
+            tuple(members),
+            rank,
+            missing_experts=missing_experts,
+            counters=self._counters,
+            weighted_sum=self._weighted_sum,
+        )
+        self._drop_windows()
+        self._sequence.become_prepared(epoch)
+        self._exchange, self._members = exchange, dict(members)
+        num_experts = max(map(len, exchange.experts))
+        others = [other for other in exchange.members if other != rank]
+        self._staging.resize(len(others))
+        for other in others:
+            self._windows[other] = ReceiveWindow(
+                self._engine, self._layout, peer=members[other], num_experts=num_experts
+            )
+        return {other: window.offer(self._layout, epoch) for other, window in self._windows.items()}
+
+    def install(self, offers: Mapping[int, bytes]) -> None:
+        """Start the prepared epoch: all other members' windows are in hand.
+
+        Args:
+            offers: Other rank -> what its `prepare` returned for this rank.
+
+        Raises:
+            CallOrder: Nothing is prepared.
+            StaleEpoch: An offer is for another epoch.
+            LayoutMismatch: An offer is missing, or a member was configured with other sizes.
+        """
+        if self._exchange is None or self._sequence.state is not State.PREPARED:
+            raise CallOrder(call="install", state=self._sequence.state.value)
+        epoch = self._sequence.epoch
+        targets: dict[int, SendWindow] = {}
+        for other in self._windows:
+            if other not in offers:
+                raise LayoutMismatch(rank=other, name="number of offers", observed=0, expected=1)
+            targets[other] = SendWindow.read(offers[other], self._layout, rank=other, epoch=epoch)
+        self._delivery = Delivery(
+            self._engine,
+            self._exchange,
+            epoch=epoch,
+            timeout_s=self._config.pass_timeout_s,
+            peers={other: self._members[other] for other in self._windows},
+            windows=self._windows,
+            targets=targets,
+            staging=self._staging,
+            counters=self._counters,
+        )
+        self._sequence.become_idle()
+        logger.debug("epoch %d installed on rank %d", epoch, self._exchange.rank)
+
+    def pass_started_by_peer(self) -> list[tuple[str, int]]:
+        """Return what `TransferEngine.wait_any` has to watch to see a peer begin the next pass.
+
+        Empty when there are no peers or no pass may begin.
+        """
+        if self._delivery is None or self._sequence.state is not State.IDLE:
+            return []
+        return self._delivery.first_messages()
+
+    def begin_pass(self) -> None:
+        """See `Dispatcher.begin_pass`."""
+        self._sequence.begin()
+
+    def dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, layer: int
+    ) -> tuple[ExpertRows, DispatchHandle]:
+        """See `Dispatcher.dispatch`.
+
+        Raises:
+            transfer.Interrupted: The engine was interrupted; this pass is lost.
+        """
+        check_layer(self._layout, layer)
+        stamp = self._sequence.dispatching(layer)
+        exchange, delivery = self._exchange, self._delivery
+        assert exchange is not None
+        assert delivery is not None
+        outgoing = exchange.send(x, topk_ids, topk_weights, stamp)
+        try:
+            buffers = delivery.exchange(
+                stamp, lambda member, part: exchange.write_dispatch(outgoing, member, part)
+            )
+            rows, handle = exchange.receive(outgoing, buffers)
+        except BaseException:
+            self._sequence.become_failed()
+            raise
+        self._sequence.dispatched(handle)
+        return rows, handle
+
+    def combine(self, expert_out: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """See `Dispatcher.combine`.
+
+        Raises:
+            transfer.Interrupted: The engine was interrupted; this pass is lost.
+        """
+        stamp = self._sequence.combining(handle, handle.stamp)
+        exchange, delivery = self._exchange, self._delivery
+        assert exchange is not None
+        assert delivery is not None
+        results, dtype = exchange.returning(handle, expert_out), expert_out.dtype
+        try:
+            buffers = delivery.exchange(
+                stamp,
+                lambda member, part: exchange.write_combine(
+                    handle, stamp, results, dtype, member, part
+                ),
+            )
+            out = exchange.finish(handle, stamp, results, dtype, buffers)
+        except BaseException:
+            self._sequence.become_failed()
+            raise
+        self._sequence.combined()
+        return out
+
+    def end_pass(self) -> None:
+        """See `Dispatcher.end_pass`."""
+        self._sequence.end()
+        self._counters.passes += 1
+
+    def statistics(self) -> DispatchStatistics:
+        """See `Dispatcher.statistics`."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """Withdraw everything that was offered and let go of the memory. Idempotent."""
+        self._sequence.become_failed()
+        self._drop_windows()
+        self._staging.close()
+
+    def _drop_windows(self) -> None:
+        self._delivery = None
+        for window in self._windows.values():
+            window.drop()
+        self._windows = {}

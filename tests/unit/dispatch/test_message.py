@@ -1,0 +1,80 @@
+"""Headers, sizes and rows as words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dispatch import DispatchLayout, InputInvalid, MessageMismatch
+from dispatch.layout import HEADER_BYTES, RowFormat
+from dispatch.message import Phase, Stamp, read_header, write_header
+
+STAMP = Stamp(epoch=1 << 40, pass_id=7, layer=3, phase=Phase.DISPATCH)
+WRITTEN = {"source": 5, "dtype": torch.bfloat16, "num_experts": 4, "hidden": 64}
+
+
+def header() -> np.ndarray:
+    buffer = np.zeros(HEADER_BYTES, np.uint8)
+    write_header(buffer, STAMP, num_choices=9, num_rows=6, **WRITTEN)
+    return buffer
+
+
+def test_header_round_trips():
+    assert read_header(header(), STAMP, **WRITTEN) == (9, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "stamp", "fields"),
+    [
+        ("epoch", {"epoch": (1 << 40) + 1}, {}),
+        ("pass", {"pass_id": 8}, {}),
+        ("layer", {"layer": 2}, {}),
+        ("phase", {"phase": Phase.COMBINE}, {}),
+        ("source", {}, {"source": 4}),
+        ("dtype", {}, {"dtype": torch.float32}),
+        ("receiver experts", {}, {"num_experts": 5}),
+        ("hidden", {}, {"hidden": 65}),
+    ],
+)
+def test_every_field_is_checked(name, stamp, fields):
+    due = Stamp(**{**{f: getattr(STAMP, f) for f in STAMP.__slots__}, **stamp})
+    with pytest.raises(MessageMismatch) as caught:
+        read_header(header(), due, **{**WRITTEN, **fields})
+    assert caught.value.name == name
+
+
+def test_garbage_has_no_magic():
+    with pytest.raises(MessageMismatch, match="magic"):
+        read_header(np.zeros(HEADER_BYTES, np.uint8), STAMP, **WRITTEN)
+
+
+@pytest.mark.parametrize("row_bytes", [1, 2, 6, 12, 144, 1024, 1026])
+def test_rows_as_words_share_memory(row_bytes):
+    rows = RowFormat(row_bytes)
+    tensor = torch.arange(3 * row_bytes, dtype=torch.uint8).view(3, row_bytes)
+    words = rows.of(tensor)
+    assert words.shape == (3, rows.width)
+    assert rows.word.itemsize * rows.width == row_bytes
+    words[1] = 0
+    assert not tensor[1].any()
+    assert rows.of(tensor[:0]).shape == (0, rows.width)
+
+
+def test_windows_hold_the_largest_messages():
+    layout = DispatchLayout(
+        hidden=33, topk=3, num_logical=5, num_layers=1, dtype=torch.bfloat16, max_tokens=7
+    )
+    assert layout.dispatch_window_bytes(5) >= layout.dispatch_bytes(5, 21, 7)
+    assert layout.combine_window_bytes() >= layout.combine_bytes(21, torch.float32)
+    assert layout.combine_bytes(21, torch.bfloat16) == 64 + 21 * 66
+    # header 64 | 4 * (5 + 21) = 104, padded to 128 | 7 rows of 66 bytes
+    assert layout.dispatch_bytes(5, 21, 7) == 64 + 128 + 7 * 66
+    assert layout.dispatch_bytes(0, 0, 0) == 64
+
+
+@pytest.mark.parametrize("change", [{"hidden": 0}, {"topk": 0}, {"dtype": torch.int8}])
+def test_impossible_layouts_are_refused(change):
+    fine = {"hidden": 8, "topk": 1, "num_logical": 1, "num_layers": 1, "max_tokens": 1}
+    with pytest.raises(InputInvalid):
+        DispatchLayout(**{**fine, "dtype": torch.float32, **change})
