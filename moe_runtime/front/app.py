@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from moe_runtime import __version__
@@ -50,7 +51,9 @@ def create_app(
         unhealthy_reason: Why generation does not work, or None.
         status: The content of /status.
     """
-    app = FastAPI(title="moe-runtime", version=__version__, openapi_url=None)
+    app = FastAPI(
+        title="moe-runtime", version=__version__, openapi_url=None, redirect_slashes=False
+    )
     _add_error_handlers(app)
     _add_openai_routes(app, service)
     _add_operator_routes(app, metrics, unhealthy_reason, status)
@@ -130,8 +133,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def api_error(request: Request, error: ApiError) -> Response:
         return error_response(error)
 
+    @app.exception_handler(ClientDisconnect)
     @app.exception_handler(ClientGone)
-    async def client_gone(request: Request, error: ClientGone) -> Response:
+    async def client_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(HTTPException)

@@ -13,6 +13,7 @@ from moe_runtime.front.app import create_app
 from moe_runtime.front.metrics import Metrics
 from moe_runtime.front.relay import Relay
 from moe_runtime.front.service import Service
+from moe_runtime.front.status_report import status_report
 from moe_runtime.front.tokenizer import Tokenizer, read_json
 from moe_runtime.front.worker_link import WorkerLink
 from moe_runtime.messages import Drain, Stop, ViewCommitted
@@ -94,7 +95,7 @@ class Front:
         self._ticking = asyncio.create_task(self._tick(), name="front-tick")
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests and wait for the open ones.
+        """Refuse new requests and wait for the open ones; what is late is failed with 503.
 
         Returns:
             Whether all of them ended within `timeout_s` (default: `front.drain_timeout_s`).
@@ -102,7 +103,11 @@ class Front:
         self.relay.draining = True
         limit_s = self.config.front.drain_timeout_s if timeout_s is None else timeout_s
         logger.info("draining: %d open requests", len(self.relay.journal))
-        return await self.relay.wait_empty(limit_s)
+        if await self.relay.wait_empty(limit_s):
+            return True
+        logger.warning("%d requests did not end within %.1f s", len(self.relay.journal), limit_s)
+        self.relay.fail_open("the server is shutting down")
+        return False
 
     async def stop(self) -> None:
         """Close the control link. Requests still open are no longer served."""
@@ -121,6 +126,13 @@ class Front:
         """Tell one worker to leave the group in a planned way."""
         self._link.send(incarnation, Drain())
 
+    def adopt_view(self, view: View) -> None:
+        """Take a view that the owner read from the membership store; older ones are ignored."""
+        names = [member.incarnation for member in view.members]
+        self.relay.adopt(
+            ViewCommitted(incarnation="", view=view.encode(), members=names, epoch=view.epoch)
+        )
+
     def unhealthy_reason(self) -> str | None:
         """Why generation does not work at present; None if it does."""
         failure = self._link.failure()
@@ -132,42 +144,13 @@ class Front:
 
     def status(self) -> dict[str, Any]:
         """View, members with their load, and open requests."""
-        router, journal = self.relay.router, self.relay.journal
-        owned = journal.owned()
-        known = {m.incarnation: m for m in self.view.members} if self.view is not None else {}
-        members = []
-        for name in sorted(router.members):
-            member, worker = known.get(name), router.workers.get(name)
-            load = worker.load if worker is not None else None
-            members.append(
-                {
-                    "incarnation": name,
-                    "rank": member.rank if member else worker.hello.rank if worker else None,
-                    "role": member.role.value if member else None,
-                    "node": member.node if member else None,
-                    "address": member.address if member else None,
-                    "pid": member.pid if member else None,
-                    "said_hello": worker is not None,
-                    "open_requests": owned[name],
-                    "running": load.running if load else None,
-                    "waiting": load.waiting if load else None,
-                    "free_pages": load.free_pages if load else None,
-                    "num_pages": load.num_pages if load else None,
-                    "epoch": load.epoch if load else None,
-                    "counters": load.counters if load else {},
-                }
-            )
-        members.sort(key=lambda m: (m["rank"] is None, m["rank"]))
+        report = status_report(self.relay, self.view)
+        reason = self.unhealthy_reason()
         return {
             "model": self.model_name,
-            "epoch": router.epoch,
-            "healthy": self.unhealthy_reason() is None,
-            "unhealthy_reason": self.unhealthy_reason(),
-            "draining": self.relay.draining,
-            "members": members,
-            "open_requests": len(journal),
-            "queued_requests": len(journal.queued()),
-            "journal": dict(journal.counts),
+            "healthy": reason is None,
+            "unhealthy_reason": reason,
+            **report,
         }
 
     def _adopted(self, message: ViewCommitted) -> None:

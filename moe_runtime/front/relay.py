@@ -185,6 +185,11 @@ class Relay:
             return f"a request has waited for its next token for {stalled_s:.0f} s"
         return None
 
+    def fail_open(self, reason: str) -> None:
+        """End every open generation with an error; their readers close them."""
+        for generation in self._generations.values():
+            generation.fail(Unavailable(reason=reason))
+
     async def wait_empty(self, timeout_s: float) -> bool:
         """Wait until no request is open; False if the time ran out before."""
         try:

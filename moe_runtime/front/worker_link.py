@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 200
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class WorkerLink:
@@ -79,11 +80,13 @@ class WorkerLink:
         if self._socket is None or self._context is None:
             return
         receive, send = self._tasks
-        if not send.done():
-            await asyncio.wait({asyncio.create_task(self._outgoing.join()), send}, timeout=1.0)
-        for task in (receive, send):
+        sent = asyncio.create_task(self._outgoing.join())
+        await asyncio.wait(
+            {sent, send}, timeout=_CLOSE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in (sent, receive, send):
             task.cancel()
-        await asyncio.gather(receive, send, return_exceptions=True)
+        await asyncio.gather(sent, receive, send, return_exceptions=True)
         self._socket.close()
         self._context.term()
         self._socket = self._context = None
