@@ -209,7 +209,8 @@ class LocalAgent:
     def request_stop(self) -> None:
         """Make `run` stop the workers and return. Any thread, or a signal handler."""
         self._stopping = True
-        os.write(self._wake_write, b"x")
+        if self._wake_write >= 0:
+            os.write(self._wake_write, b"x")
 
     def poll(self, timeout_s: float) -> None:
         """Start what is due, then wait for an end up to `timeout_s` and deal with it."""
@@ -334,5 +335,7 @@ class LocalAgent:
                 stream.close()
 
     def _close(self) -> None:
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        ends = (self._wake_read, self._wake_write)
+        self._wake_read = self._wake_write = -1
+        for end in ends:
+            os.close(end)

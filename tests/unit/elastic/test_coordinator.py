@@ -1,0 +1,277 @@
+"""Coordinators in threads over a loopback engine: agreement, interrupts, joins, departures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from configs.schema import ElasticConfig
+from elastic.coordinator import Coordinator
+from elastic.errors import Evicted
+from elastic.view import Member, Role, View
+from tests.support.local_store import LocalStore
+from tests.support.loopback_engine import Hub, LoopbackEngine
+
+CONFIG = ElasticConfig(
+    bootstrap_timeout_s=10.0,
+    install_timeout_s=5.0,
+    watch_interval_s=0.2,
+    stall_threshold_s=30.0,  # threads of one test process are no processes that stall
+)
+
+
+class Worker:
+    """A rank loop in a thread: it polls, and gives up its pass when it is told to."""
+
+    def __init__(self, cluster: Cluster, rank: int, life: int) -> None:
+        self.cluster = cluster
+        self.name = f"{rank:08x}{life:08x}"
+        self.engine = LoopbackEngine(cluster.hub, self.name)
+        # A node of its own: all "processes" here have the same, living pid.
+        identity = Member(
+            rank=rank, incarnation=self.name, role=Role.BOTH, node=self.name, address="", pid=1
+        )
+        self.coordinator = Coordinator(
+            CONFIG,
+            store=cluster.store,
+            engine=self.engine,  # type: ignore[arg-type]
+            member=self,
+            identity=identity,
+            num_layers=2,
+            num_logical=8,
+            expected_workers=cluster.expected,
+        )
+        self.rank = rank
+        self.views: list[View] = []
+        self.loads: list[int] = []
+        self.error: BaseException | None = None
+        self.load_hook: Callable[[View], None] = lambda view: None
+        self.stop = threading.Event()
+        self.leave = threading.Event()
+        self.accuse: tuple[int, ...] | None = None
+        self.prepared = 0
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def committed(self, view: View) -> None:
+        pass
+
+    def prepare(self, view: View) -> dict[int, bytes]:
+        self.prepared = view.epoch
+        return {
+            m.rank: f"{view.epoch}:{self.rank}>{m.rank}".encode() for m in view.others(self.name)
+        }
+
+    def load(self, view: View) -> None:
+        self.loads.append(view.epoch)
+        self.load_hook(view)
+
+    def install(self, view: View, offers: dict[int, bytes]) -> None:
+        expected = {m.rank: f"{view.epoch}:{m.rank}>{self.rank}" for m in view.others(self.name)}
+        assert {rank: offer.decode() for rank, offer in offers.items()} == expected
+        assert self.prepared == view.epoch
+
+    def run(self) -> None:
+        try:
+            self.views.append(self.coordinator.join())
+            while not self.stop.is_set():
+                if self.accuse is not None:
+                    suspects, self.accuse = self.accuse, None
+                    self.views.append(self.coordinator.report(suspects, "no message"))
+                elif self.leave.is_set():
+                    self.coordinator.leave()
+                    return
+                elif (view := self.coordinator.poll()) is not None:
+                    self.views.append(view)
+                elif self.engine.interrupted.is_set():
+                    raise AssertionError("interrupted, and poll() has nothing to say")
+                time.sleep(0.001)
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            self.error = error
+        finally:
+            self.coordinator.close()
+
+    @property
+    def epoch(self) -> int:
+        return self.views[-1].epoch if self.views else 0
+
+    def die(self) -> None:
+        self.stop.set()
+        self.engine.kill()
+
+
+class Cluster:
+    def __init__(self, expected: int) -> None:
+        self.hub, self.store, self.expected = Hub(), LocalStore(), expected
+        self.workers: list[Worker] = []
+
+    def start(self, rank: int, life: int = 0) -> Worker:
+        self.workers.append(Worker(self, rank, life))
+        return self.workers[-1]
+
+    def settle(
+        self, workers: list[Worker], ranks: tuple[int, ...], timeout_s: float = 15.0
+    ) -> View:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for worker in workers:
+                assert worker.error is None, f"rank {worker.rank}: {worker.error!r}"
+            view = self.store.read()
+            agreed = all(w.views and w.views[-1] == view for w in workers)
+            if view is not None and view.ranks == ranks and agreed:
+                return view
+            time.sleep(0.002)
+        seen = {w.rank: (w.epoch, list(w.coordinator._machine.story)[-8:]) for w in workers}
+        raise AssertionError(f"no agreement on {ranks}: record {self.store.read()}, {seen}")
+
+
+@pytest.fixture
+def four() -> Iterator[Cluster]:
+    cluster = Cluster(4)
+    for rank in range(4):
+        cluster.start(rank)
+    cluster.settle(cluster.workers, (0, 1, 2, 3))
+    yield cluster
+    for worker in cluster.workers:
+        worker.stop.set()
+    for worker in cluster.workers:
+        worker.thread.join(timeout=10)
+        worker.engine.close()
+
+
+def test_first_view_is_even(four: Cluster) -> None:
+    view = four.store.read()
+    assert view is not None
+    assert view.epoch == 1
+    assert len(four.store.history) == 1
+    assert all(len(view.expert_map.experts_of(rank, 0)) == 2 for rank in range(4))
+
+
+def test_one_dies(four: Cluster) -> None:
+    four.workers[2].die()
+    rest = [w for w in four.workers if w.rank != 2]
+    view = four.settle(rest, (0, 1, 3))
+    assert view.epoch == 2
+    assert not view.expert_map.missing()
+
+
+def test_two_die_at_once(four: Cluster) -> None:
+    four.workers[1].die()
+    four.workers[2].die()
+    view = four.settle([four.workers[0], four.workers[3]], (0, 3))
+    assert view.epoch <= 3
+
+
+def test_all_but_one_die(four: Cluster) -> None:
+    for worker in four.workers[:3]:
+        worker.die()
+    four.settle([four.workers[3]], (3,))
+
+
+def test_one_dies_while_another_loads(four: Cluster) -> None:
+    loading = threading.Event()
+
+    def slow(view: View) -> None:
+        loading.set()
+        time.sleep(0.3)
+
+    four.workers[0].load_hook = slow
+    four.workers[3].die()
+    assert loading.wait(5)
+    four.workers[2].die()
+    four.settle(four.workers[:2], (0, 1))
+
+
+def test_silent_member_is_probed_then_removed(four: Cluster) -> None:
+    sleeper = four.workers[3]
+    sleeper.engine.deaf.set()
+    sleeper.stop.set()
+    four.workers[0].accuse = (2, 3)  # rank 2 is well: it only waits for rank 3, too
+    four.settle(four.workers[:3], (0, 1, 2))
+
+
+def test_report_without_reason_makes_a_new_epoch_of_the_same_members(four: Cluster) -> None:
+    four.workers[1].accuse = (2,)
+    deadline = time.monotonic() + 10
+    while any(w.epoch < 2 for w in four.workers) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    view = four.settle(four.workers, (0, 1, 2, 3))
+    assert view.epoch == 2
+
+
+def test_removed_member_learns_it(four: Cluster) -> None:
+    current = four.store.read()
+    assert current is not None
+    from elastic.plan import view_without
+
+    four.store.compare_and_set(1, view_without(current, {four.workers[2].name}))
+    four.settle([w for w in four.workers if w.rank != 2], (0, 1, 3))
+    four.workers[2].thread.join(timeout=5)
+    assert isinstance(four.workers[2].error, Evicted)
+    assert four.workers[2].error.epoch == 2
+
+
+def test_dead_slot_comes_back_with_its_experts(four: Cluster) -> None:
+    before = four.store.read()
+    assert before is not None
+    four.workers[1].die()
+    rest = [w for w in four.workers if w.rank != 1]
+    four.settle(rest, (0, 2, 3))
+    back = four.start(1, life=1)
+    view = four.settle([*rest, back], (0, 1, 2, 3))
+    assert back.loads[0] == view.epoch  # loaded for the view that it then proposed
+    counts = [len(view.expert_map.experts_of(rank, 0)) for rank in range(4)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_two_join_at_once(four: Cluster) -> None:
+    old = list(four.workers)
+    new = [four.start(4), four.start(5)]
+    view = four.settle([*old, *new], (0, 1, 2, 3, 4, 5))
+    assert view.epoch == 3
+
+
+def test_leaving_hands_over(four: Cluster) -> None:
+    four.workers[0].leave.set()
+    rest = four.workers[1:]
+    view = four.settle(rest, (1, 2, 3))
+    assert not view.expert_map.missing()
+    four.workers[0].thread.join(timeout=5)
+    assert not four.workers[0].thread.is_alive()
+    assert four.workers[0].error is None
+
+
+def test_a_restarted_group_takes_over_the_record(four: Cluster) -> None:
+    for worker in four.workers:
+        worker.die()
+    for worker in four.workers:
+        worker.thread.join(timeout=5)
+    old_epoch = (four.store.read() or pytest.fail("no record")).epoch
+    again = [four.start(rank, life=1) for rank in range(4)]
+    view = four.settle(again, (0, 1, 2, 3))
+    assert view.epoch == old_epoch + 1
+    assert view.incarnations == {w.name for w in again}
+
+
+def test_joiner_that_dies_while_loading_is_never_a_member(four: Cluster) -> None:
+    old = list(four.workers)
+    joiner = four.start(4)
+    joiner.load_hook = lambda view: joiner.die()
+    joiner.thread.join(timeout=5)
+    time.sleep(0.1)
+    view = four.store.read()
+    assert view is not None
+    if 4 in view.ranks:  # its thread may still have come to the compare-and-set
+        four.settle(old, (0, 1, 2, 3))
+    assert all(w.error is None for w in old)
+
+
+def test_a_quiet_poll_is_cheap(four: Cluster) -> None:
+    coordinator = four.workers[0].coordinator
+    start = time.perf_counter()
+    for _ in range(1000):
+        assert coordinator.poll() is None
+    assert time.perf_counter() - start < 0.5
