@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic.agent import LocalAgent as LocalAgent
+    from elastic.agent import WorkerGroup as WorkerGroup
     from elastic.coordinator import Coordinator as Coordinator
     from elastic.coordinator import GroupMember as GroupMember
     from elastic.errors import ElasticError as ElasticError
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from elastic.errors import RestartsExhausted as RestartsExhausted
     from elastic.errors import StoreKeyMissing as StoreKeyMissing
     from elastic.errors import StoreUnavailable as StoreUnavailable
+    from elastic.expert_source import EachExpert as EachExpert
     from elastic.expert_source import ExpertLoader as ExpertLoader
     from elastic.expert_source import ExpertSource as ExpertSource
-    from elastic.expert_source import PeerExpertSource as PeerExpertSource
+    from elastic.peer_experts import ExpertServer as ExpertServer
+    from elastic.peer_experts import PeerExpertSource as PeerExpertSource
+    from elastic.peer_experts import Slabs as Slabs
     from elastic.plan import cover_orphans as cover_orphans
     from elastic.plan import with_joiner as with_joiner
     from elastic.store import MembershipStore as MembershipStore
@@ -37,6 +41,8 @@ _HOME = {
     "ElasticError": "errors",
     "Evicted": "errors",
     "ExpertLoader": "expert_source",
+    "EachExpert": "expert_source",
+    "ExpertServer": "peer_experts",
     "ExpertSource": "expert_source",
     "ExpertsUnavailable": "errors",
     "GroupMember": "coordinator",
@@ -45,14 +51,16 @@ _HOME = {
     "Member": "view",
     "MembershipStore": "store",
     "NoSurvivors": "errors",
-    "PeerExpertSource": "expert_source",
+    "PeerExpertSource": "peer_experts",
     "RecordInvalid": "errors",
     "RestartsExhausted": "errors",
     "Role": "view",
+    "Slabs": "peer_experts",
     "StoreKeyMissing": "errors",
     "StoreUnavailable": "errors",
     "TCPStoreMembership": "store",
     "View": "view",
+    "WorkerGroup": "agent",
     "cover_orphans": "plan",
     "with_joiner": "plan",
 }

@@ -238,10 +238,8 @@ class Membership:
     # --- agreeing -----------------------------------------------------------------------------
 
     def _become_agreeing(self, propose_at: float) -> None:
-        assert self.view is not None
-        if self.phase is not Phase.AGREEING or self._propose_at is None:
-            self._propose_at = propose_at
-        self._propose_at = min(self._propose_at, propose_at)
+        sooner = self._propose_at is None or propose_at < self._propose_at
+        self._propose_at = propose_at if sooner else self._propose_at
         self.phase = Phase.AGREEING
 
     def _on_tick(self, event: Tick, now: float) -> list[Instruction]:
@@ -383,12 +381,9 @@ class Membership:
         names, self._fence_later = tuple(sorted(self._fence_later)), set()
         return [Fence(names, f"not in the view of epoch {self.epoch}"), install]
 
-    # --- small questions ----------------------------------------------------------------------
-
     def _is_other_member(self, name: str) -> bool:
-        if self.view is None or self.phase not in INSIDE or name == self.incarnation:
-            return False
-        return name in self.view.incarnations
+        inside = self.view is not None and self.phase in INSIDE and name != self.incarnation
+        return inside and self.view is not None and name in self.view.incarnations
 
     _HANDLERS: ClassVar[dict[type, Callable[[Membership, Any, float], list[Instruction]]]] = {
         Suspected: _on_suspected,

@@ -191,7 +191,7 @@ class ExpertServer:
             place = self._bank.location(*expert)
             checksum = self._checksums.get(expert)
             if checksum is None:
-                checksum = xxhash.xxh3_64_intdigest(place_of(self._bank, expert).numpy())
+                checksum = xxhash.xxh3_64_intdigest(place_of(self._bank, expert).numpy().data)
             # The rank loop may have taken the place meanwhile; then the sum is of something else.
             if not self._bank.has(*expert) or self._bank.location(*expert) != place:
                 return None
@@ -328,7 +328,7 @@ class PeerExpertSource:
 
     def _is_whole(self, name: str, piece: Piece) -> bool:
         place = place_of(self._bank, (piece.layer, piece.logical))
-        whole = xxhash.xxh3_64_intdigest(place.numpy()) == piece.checksum
+        whole = xxhash.xxh3_64_intdigest(place.numpy().data) == piece.checksum
         if not whole:
             logger.warning(
                 "expert %d of layer %d from peer %s is not what it said: checksum differs",

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -35,6 +35,32 @@ T = TypeVar("T")
 POLL_INTERVAL_S = 0.01
 LANE_QUEUE_MAX = 64
 SLOTS_MAX = 4096
+
+
+class KeyValues(Protocol):
+    """What is used of a `torch.distributed.TCPStore` client."""
+
+    @property
+    def port(self) -> int:
+        """Port of the server."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value; waits for it if it is not there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Change `expected` ("": nothing) to `desired`; return what is stored now."""
+
+    def append(self, key: str, value: str, /) -> None:
+        """Append to a value."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return several values."""
 
 
 class MembershipStore(Protocol):
@@ -102,7 +128,7 @@ class TCPStoreMembership:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._lane: _Lane | None = None
-        self._server: dist.TCPStore | None = None
+        self._server: KeyValues | None = None
         self._known: tuple[str, View | None] = ("", None)  # the record as last seen
         if is_master:
             self._server = _serve(host, port, timeout_s)
@@ -143,7 +169,7 @@ class TCPStoreMembership:
     def register(self, member: Member) -> None:
         """Make `member` the newest registration of its slot."""
 
-        def write(store: dist.TCPStore) -> None:
+        def write(store: KeyValues) -> None:
             store.set(f"member/{member.rank}", member.encode().decode())
             store.append("members", f",{member.rank}")
 
@@ -152,7 +178,7 @@ class TCPStoreMembership:
     def registrations(self) -> dict[int, Member]:
         """Return the newest registration of every slot that ever had one."""
 
-        def collect(store: dist.TCPStore) -> list[bytes]:
+        def collect(store: KeyValues) -> list[bytes]:
             listed = _get_text(store, "members").split(",")
             keys = [f"member/{rank}" for rank in sorted(set(listed) - {""})]
             return list(store.multi_get(keys)) if keys else []
@@ -166,7 +192,7 @@ class TCPStoreMembership:
             raise ValueError(f"slot {prefer} is negative")
         place = f"{node}/{local_rank}"
 
-        def claim(store: dist.TCPStore) -> int:
+        def claim(store: KeyValues) -> int:
             earlier = _get_text(store, f"claim/{place}")
             if earlier:
                 return int(earlier)
@@ -187,7 +213,7 @@ class TCPStoreMembership:
         """Return how those of `incarnations` ended that are known to have ended."""
         wanted = tuple(incarnations)
 
-        def collect(store: dist.TCPStore) -> dict[str, str]:
+        def collect(store: KeyValues) -> dict[str, str]:
             found = {name: _get_text(store, f"exit/{name}") for name in wanted}
             return {name: how for name, how in found.items() if how}
 
@@ -221,38 +247,37 @@ class TCPStoreMembership:
             self._known = (text, view)  # one assignment: other threads see a pair that belongs
         return view
 
-    def _call(self, operation: str, work: Callable[[dist.TCPStore], T]) -> T:
+    def _call(self, operation: str, work: Callable[[KeyValues], T]) -> T:
         with self._lock:
             lane = self._lane
             if lane is None or lane.broken:
                 lane = self._lane = _Lane(self._connect)
         return lane.call(operation, work, self._timeout_s)
 
-    def _connect(self) -> dist.TCPStore:
-        return dist.TCPStore(
-            self._host,
-            self.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._timeout_s),
-        )
+    def _connect(self) -> KeyValues:
+        return _tcp_store(self._host, self.port, self._timeout_s, serve=False)
 
 
-def _serve(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    # An explicit TCPStore: under torchrun, init_process_group would make this one a client.
+def _tcp_store(host: str, port: int, timeout_s: float, *, serve: bool) -> KeyValues:
+    # Made by hand: under torchrun, init_process_group would make every such store a client.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        is_master=serve,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return cast("KeyValues", store)
+
+
+def _serve(host: str, port: int, timeout_s: float) -> KeyValues:
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        return _tcp_store(host, port, timeout_s, serve=True)
     except RuntimeError as error:
         raise StoreUnavailable(operation="serve", problem=_first_line(error)) from error
 
 
-def _get_text(store: dist.TCPStore, key: str) -> str:
+def _get_text(store: KeyValues, key: str) -> str:
     return bytes(store.get(key)).decode() if store.check([key]) else ""
 
 
@@ -264,7 +289,7 @@ def _first_line(error: BaseException) -> str:
 class _Call:
     __slots__ = ("done", "error", "result", "work")
 
-    def __init__(self, work: Callable[[dist.TCPStore], Any]) -> None:
+    def __init__(self, work: Callable[[KeyValues], Any]) -> None:
         self.work = work
         self.done = threading.Event()
         self.result: Any = None
@@ -274,14 +299,14 @@ class _Call:
 class _Lane:
     """One client connection and the daemon thread that may block in it."""
 
-    def __init__(self, connect: Callable[[], dist.TCPStore]) -> None:
+    def __init__(self, connect: Callable[[], KeyValues]) -> None:
         self._connect = connect
         self._calls: queue.Queue[_Call | None] = queue.Queue(maxsize=LANE_QUEUE_MAX)
         self.broken = False
         self._thread = threading.Thread(target=self._run, name="membership-store", daemon=True)
         self._thread.start()
 
-    def call(self, operation: str, work: Callable[[dist.TCPStore], T], timeout_s: float) -> T:
+    def call(self, operation: str, work: Callable[[KeyValues], T], timeout_s: float) -> T:
         call = _Call(work)
         try:
             self._calls.put(call, timeout=timeout_s)
@@ -309,7 +334,7 @@ class _Lane:
         self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        store: dist.TCPStore | None = None
+        store: KeyValues | None = None
         while (call := self._calls.get()) is not None:
             try:
                 if store is None:

@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from elastic.errors import ExpertsUnavailable
 from elastic.expert_source import EachExpert, ExpertId, ExpertLoader, place_of
+from tests.support.small_bank import SmallBank
 from transfer import TransferError
-
-NBYTES = 64
-
-
-@dataclass
-class Slab:
-    tensor: torch.Tensor
-
-
-class SmallBank:
-    """Experts in slabs of four places."""
-
-    def __init__(self) -> None:
-        self.slabs: list[Slab] = []
-        self.places: dict[ExpertId, tuple[int, int, int]] = {}
-        self.complete: set[ExpertId] = set()
-
-    def has(self, layer: int, logical: int) -> bool:
-        return (layer, logical) in self.complete
-
-    def location(self, layer: int, logical: int) -> tuple[int, int, int]:
-        return self.places[layer, logical]
-
-    def memories(self) -> Sequence[Slab]:
-        return self.slabs
-
-    def reserve(self, layer: int, logical: int) -> torch.Tensor:
-        if (layer, logical) not in self.places:
-            index = len(self.places)
-            if index % 4 == 0:
-                self.slabs.append(Slab(torch.zeros(4 * NBYTES, dtype=torch.uint8)))
-            self.places[layer, logical] = (index // 4, index % 4 * NBYTES, NBYTES)
-        return place_of(self, (layer, logical))
-
-    def ready(self, layer: int, logical: int) -> None:
-        self.complete.add((layer, logical))
 
 
 class Some:
