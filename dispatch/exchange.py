@@ -106,10 +106,7 @@ class Exchange:
         ids = check_choices(self._layout, x, topk_ids, topk_weights)
         route = self.routes[stamp.layer]
         num_tokens, topk = ids.shape
-        try:
-            slots = route.slots(ids)
-        except IndexError:
-            raise id_out_of_range(self._layout, ids) from None
+        slots = route.slots(ids)
         routing = route.route(slots, num_tokens, topk)
         if routing.num_invalid:
             raise id_out_of_range(self._layout, ids)

@@ -92,21 +92,18 @@ class LayerRoute:
     def _slots(
         self, target: Indices, members: Sequence[int], held: Sequence[tuple[int, ...]]
     ) -> SlotNumbers:
-        """Return the slot of each expert id + 1.
+        """Return the slot of each expert id + 2, framed so that clipping finds what is invalid.
 
-        The second half says "invalid", so that one lookup tells apart ids that are too large,
-        ids that are below -1 (they wrap around to the end), -1, and experts:
-
-            S | slot of 0 | slot of 1 | ... | slot of E - 1 | S + 2 ... S + 2
+        S + 2 | S | slot of 0 | slot of 1 | ... | slot of E - 1 | S + 2
+        <= -2   -1                                                 >= E
         """
-        num_logical = len(target)
-        slot_of = np.full(2 * num_logical + 2, self.num_slots + 2, np.uint16)
-        slot_of[0] = self.num_slots
-        slot_of[1 : num_logical + 1] = self.num_slots + 1
+        slot_of = np.full(len(target) + 3, self.num_slots + 1, np.uint16)
+        slot_of[1] = self.num_slots
+        slot_of[[0, -1]] = self.num_slots + 2
         for member, rank in enumerate(members):
             for position, logical in enumerate(held[member]):
                 if target[logical] == rank:
-                    slot_of[logical + 1] = self.slot_bounds[member] + position
+                    slot_of[logical + 2] = self.slot_bounds[member] + position
         return slot_of
 
     def slots(self, topk_ids: Indices) -> SlotNumbers:
@@ -115,12 +112,9 @@ class LayerRoute:
         S stands for masked, S + 1 for an expert that nobody holds, S + 2 for an invalid id.
 
         Args:
-            topk_ids: [T, K] int64, contiguous.
-
-        Raises:
-            IndexError: An id is far out of range.
+            topk_ids: [T, K] int64, contiguous, any values.
         """
-        return self._slot_of[topk_ids.reshape(-1) + 1]
+        return self._slot_of.take(topk_ids.reshape(-1) + 2, mode="clip")
 
     def route(self, slots: SlotNumbers, num_tokens: int, topk: int) -> Routing:
         """Return where the choices go. Takes the result of `slots`, does not keep it."""
