@@ -205,3 +205,13 @@ def test_worker_counters_add_up_over_lives(bench):
     bench.view(2, "b")
     bench.load("a", passes=9.0)
     assert bench.metrics.worker_totals == {"passes": 8.0}
+
+
+@pytest.mark.parametrize(("reason", "text"), [("stop", "ab"), ("length", "abc")])
+def test_only_a_stop_token_has_no_text(bench, reason, text):
+    bench.hello("a")
+    bench.view(1, "a")
+    bench.open()
+    bench.tokens("a", item("r-0-0.1", 0, 0, 1, 2, reason=reason))
+    piece = bench.answer.queue.get_nowait()
+    assert (piece.text, piece.token_ids, piece.finish_reason) == (text, (0, 1, 2), reason)
