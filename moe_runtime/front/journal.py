@@ -69,6 +69,7 @@ class Journal:
     def __init__(self, *, request_timeout_s: float) -> None:
         self._request_timeout_s = request_timeout_s
         self._entries: dict[str, Entry] = {}
+        self._last_progress_at = float("-inf")
         #: accepted, finished, cancelled, failed; requeued, stray_items, token_gaps, _mismatches
         self.counts: Counter[str] = Counter()
 
@@ -96,10 +97,17 @@ class Journal:
                 total[entry.owner] += expected_tokens(entry)
         return total
 
-    def oldest_wait_s(self, now: float) -> float:
-        """How long the assigned request that waits longest for a token has waited."""
-        assigned = (e for e in self._entries.values() if e.owner is not None)
-        return max((now - e.last_progress_at for e in assigned), default=0.0)
+    def stalled_s(self, now: float) -> float:
+        """How long there has been assigned work, but no new token of any request."""
+        since = min(
+            (
+                e.first_assigned_at
+                for e in self._entries.values()
+                if e.first_assigned_at is not None
+            ),
+            default=now,
+        )
+        return max(0.0, now - max(since, self._last_progress_at))
 
     def step(self, event: Event, now: float) -> list[Instruction]:
         """Take one event.
@@ -194,6 +202,8 @@ class Journal:
         room = entry.sampling.max_tokens - len(entry.generated)
         fresh = item.token_ids[len(entry.generated) - item.index :][:room]
         entry.extend(fresh, cached_tokens=item.cached_tokens, now=now)
+        if fresh:
+            self._last_progress_at = now
         finish_reason = item.finish_reason
         if finish_reason is None and len(entry.generated) >= entry.sampling.max_tokens:
             # Its owner was lost between the last token and saying so, or cannot count.

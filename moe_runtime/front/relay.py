@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 #: no word from any worker for this long, though they report every half second
 SILENCE_S_MAX = 15.0
-#: a request that waits this long for its next token means that generation does not work
+#: requests are open, but none has got a token for this long: generation does not work
 STALL_S_MAX = 60.0
 
 
@@ -180,9 +180,9 @@ class Relay:
         silence_s = now - max(self.router.workers[name].heard_at for name in routable)
         if silence_s > SILENCE_S_MAX:
             return f"no worker has reported for {silence_s:.0f} s"
-        stalled_s = self.journal.oldest_wait_s(now)
+        stalled_s = self.journal.stalled_s(now)
         if stalled_s > STALL_S_MAX:
-            return f"a request has waited for its next token for {stalled_s:.0f} s"
+            return f"requests are open, but no token has come for {stalled_s:.0f} s"
         return None
 
     def fail_open(self, reason: str) -> None:

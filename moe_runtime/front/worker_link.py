@@ -1,7 +1,7 @@
 """The front's end of the links to the workers: one ROUTER socket with CURVE, in the event loop.
 
 A worker's routing id is its incarnation. Nobody without the cluster secret gets past the
-handshake, and no worker can speak for another.
+handshake, and a message that names another incarnation than its connection's is dropped.
 """
 
 from __future__ import annotations

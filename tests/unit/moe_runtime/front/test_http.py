@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from moe_runtime.front import HttpServer
-from tests.support.front import cluster, wait_for
+from moe_runtime.messages import Drain, Goodbye, Stop
+from tests.support.front import FakeWorker, cluster, wait_for
 
 
 @contextlib.asynccontextmanager
@@ -220,6 +221,45 @@ def test_a_worker_that_is_not_connected_is_passed_over(tmp_path):
                     model="tiny", prompt="one", seed=number, max_tokens=5
                 )
                 assert answer.choices[0].text == running.script.text("one", number, 5)
+
+    asyncio.run(main())
+
+
+def test_a_worker_without_the_secret_is_not_heard(tmp_path):
+    async def main():
+        async with serving(tmp_path) as (running, client):
+            stranger = FakeWorker(running.front, running.script, rank=1)
+            await stranger.start(secret=b"another secret, of somebody else")
+            running.workers[0].token_delay_s = 0.02
+            answer = await client.completions.create(
+                model="tiny", prompt="one", seed=1, max_tokens=20
+            )
+            assert answer.choices[0].text == running.script.text("one", 1, 20)
+            assert stranger.incarnation not in running.front.relay.router.workers
+            await stranger.die()
+
+    asyncio.run(main())
+
+
+def test_a_worker_cannot_speak_for_another(tmp_path):
+    async def main():
+        async with serving(tmp_path, workers=2) as (running, _):
+            first, second = running.workers
+            await first.send(Goodbye(incarnation=second.incarnation))
+            await wait_for(lambda: running.front._link.num_invalid == 1)
+            assert len(running.front.relay.router.routable()) == 2
+
+    asyncio.run(main())
+
+
+def test_the_front_stops_and_drains_workers(tmp_path):
+    async def main():
+        async with serving(tmp_path, workers=2) as (running, _):
+            first, second = running.workers
+            running.front.drain_worker(first.incarnation)
+            running.front.stop_workers()
+            await wait_for(lambda: first.received == [Drain(), Stop()])
+            await wait_for(lambda: second.received == [Stop()])
 
     asyncio.run(main())
 

@@ -188,7 +188,11 @@ def test_reasons_for_ill_health(bench):
     bench.open()
     bench.now += STALL_S_MAX + 1
     bench.load("a", running=1)
-    assert "next token" in bench.relay.unhealthy_reason()
+    assert "no token has come" in bench.relay.unhealthy_reason()
+    # One that waits long behind others is no reason.
+    bench.open("r-0-1")
+    bench.tokens("a", item("r-0-1.1", 0, 0))
+    assert bench.relay.unhealthy_reason() is None
     bench.relay.receive(Goodbye(incarnation="a"))
     assert "no worker" in bench.relay.unhealthy_reason()
     bench.relay.draining = True
