@@ -44,7 +44,7 @@ def make_tiny_checkpoint(
     """Write a checkpoint whose logits are well apart, so that equal tokens mean something.
 
     The class's own initialisation (0.02) gives nearly uniform logits and a router that hardly
-    chooses; here every matrix keeps the scale of its input, and norms and biases differ from 1 and 0.
+    chooses; here every matrix keeps the scale of its input, and norms and biases are uneven.
 
     Returns:
         The directory.

@@ -20,7 +20,7 @@ class ArrivedRows:
 
 
 class Exchange:
-    """Shared by `num_ranks` dispatchers; `experts_of(rank, layer)` is the placement (no replicas)."""
+    """Shared by `num_ranks` dispatchers; `experts_of(rank, layer)` is the placement."""
 
     def __init__(self, num_ranks: int, experts_of: Callable[[int, int], Sequence[int]]) -> None:
         self.num_ranks = num_ranks

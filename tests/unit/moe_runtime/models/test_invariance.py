@@ -24,7 +24,9 @@ def rng():
     return random.Random(seed)
 
 
-@pytest.fixture(params=[{}, {"moe_intermediate_size": 40, "mlp_only_layers": [0]}], ids=["even", "odd"])
+@pytest.fixture(
+    params=[{}, {"moe_intermediate_size": 40, "mlp_only_layers": [0]}], ids=["even", "odd"]
+)
 def directory(request, tmp_path, rng):
     seed = rng.randrange(1000)
     return make_tiny_checkpoint(tmp_path / "model", seed=seed, attention_bias=True, **request.param)

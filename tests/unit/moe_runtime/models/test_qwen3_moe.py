@@ -18,7 +18,12 @@ VARIANTS = {
     "every other layer": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
     "biases": {"attention_bias": True},
     "tied embeddings": {"tie_word_embeddings": True},
-    "odd sizes": {"hidden_size": 40, "moe_intermediate_size": 24, "head_dim": 16, "vocab_size": 131},
+    "odd sizes": {
+        "hidden_size": 40,
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "vocab_size": 131,
+    },
     "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
 }
 
@@ -58,7 +63,10 @@ def test_greedy_tokens_equal_transformers(tmp_path, seed):
     reference = reference_model(directory)
     with torch.inference_mode():
         expected = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=40, min_new_tokens=40, do_sample=False,
+            torch.tensor([prompt]),
+            max_new_tokens=40,
+            min_new_tokens=40,
+            do_sample=False,
             eos_token_id=None,
         )[0, len(prompt) :].tolist()
     found = rank.greedy(prompt, 40)
@@ -84,7 +92,9 @@ def test_a_step_without_tokens_takes_part_in_the_exchange(tmp_path):
     rank = single_rank(directory, dtype=torch.float32)
     calls = []
     dispatch = rank.dispatcher.dispatch
-    rank.dispatcher.dispatch = lambda *args, **layer: calls.append(layer) or dispatch(*args, **layer)
+    rank.dispatcher.dispatch = lambda *args, **layer: (
+        calls.append(layer) or dispatch(*args, **layer)
+    )
     logits = rank.model.forward(build_batch([], page_tokens=PAGE_TOKENS), rank.kv, rank.dispatcher)
     assert logits.shape == (0, rank.spec.vocab_size)
     assert calls == [{"layer": layer} for layer in range(rank.spec.num_moe_layers)]
