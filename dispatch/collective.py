@@ -104,7 +104,7 @@ class CollectiveDispatcher:
         """See `Dispatcher.combine`."""
         stamp = self._sequence.combining(handle, handle.stamp)
         exchange, dtype = self._exchange, expert_out.dtype
-        results = exchange.returning(handle, expert_out)
+        returning = exchange.returning(expert_out, handle, stamp)
 
         def sizes_of(bounds: list[int]) -> list[int]:
             return [
@@ -118,9 +118,9 @@ class CollectiveDispatcher:
             sizes_of(handle.source_bounds),
             sizes_of(handle.outgoing.routing.choice_bounds),
             stamp,
-            lambda w, part: exchange.write_combine(handle, stamp, results, dtype, w, part),
+            lambda w, part: exchange.write_combine(returning, w, part),
         )
-        out = exchange.finish(handle, stamp, results, dtype, buffers)
+        out = exchange.finish(returning, buffers)
         self._sequence.combined()
         return out
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from configs.schema import MissingExperts
 from dispatch.errors import ExpertUnowned, InputInvalid, MessageMismatch
 from dispatch.expert_map import ExpertMap
-from dispatch.handle import DispatchHandle, ExpertRows, Outgoing
-from dispatch.layout import HEADER_BYTES, INDEX_BYTES, Bytes, DispatchLayout, RowFormat, Rows
+from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
+from dispatch.layout import HEADER_BYTES, Bytes, DispatchLayout, RowFormat, Rows
 from dispatch.layout import rows_offset as offset_of_rows
 from dispatch.message import Stamp, read_header, write_header
 from dispatch.missing import without_missing
@@ -76,6 +77,7 @@ class Exchange:
         self._counters = counters
         self._weighted_sum = weighted_sum
         self._format = RowFormat(layout.row_bytes)
+        self._no_rows = self._format.view(np.empty(0, np.uint8), 0, 0)
         self.routes = [
             LayerRoute(expert_map, self.members, rank, layer) for layer in range(layout.num_layers)
         ]
@@ -121,6 +123,7 @@ class Exchange:
         self._counters.routed(stamp.layer, routing, num_tokens, routing.num_missing)
         return Outgoing(
             stamp=stamp,
+            shared=stamp.header(self._layout.dtype, self._layout.hidden),
             routing=routing,
             x=self._format.of(x),
             num_tokens=num_tokens,
@@ -144,14 +147,7 @@ class Exchange:
         row_begin, row_end = routing.row_bounds[member : member + 2]
         num_experts = slot_end - slot_begin
         write_header(
-            buffer,
-            stamp,
-            source=self.rank,
-            dtype=self._layout.dtype,
-            num_experts=num_experts,
-            num_choices=end - begin,
-            num_rows=row_end - row_begin,
-            hidden=self._layout.hidden,
+            buffer, outgoing.shared, self.rank, num_experts, end - begin, row_end - row_begin
         )
         index = np.ndarray((num_experts + end - begin,), np.int32, buffer, HEADER_BYTES)
         index[:num_experts] = routing.counts[slot_begin:slot_end]
@@ -176,15 +172,17 @@ class Exchange:
         Raises:
             MessageMismatch: A message is not the one that is due, or contradicts itself.
         """
-        layer, experts = outgoing.stamp.layer, self.experts[outgoing.stamp.layer]
+        layer, me = outgoing.stamp.layer, self.me
+        experts = self.experts[layer]
         counts = np.zeros((len(self.members), len(experts)), np.int64)
-        bounds, parts, indices, num_rows = [0], [], [], 0
+        parts: list[Rows] = []
+        indices: list[npt.NDArray[np.integer]] = []
+        bounds, num_rows = [0], 0
         for member in range(len(self.members)):
-            index, rows = (
-                self._own(outgoing, counts[member])
-                if member == self.me
-                else self._arrived(outgoing.stamp, member, buffers[member], counts[member])
-            )
+            if member == me:
+                index, rows = self._own(outgoing, counts[member])
+            else:
+                index, rows = self._arrived(outgoing, member, buffers[member], counts[member])
             bounds.append(bounds[-1] + len(index))
             if len(index):
                 parts.append(rows)
@@ -201,7 +199,7 @@ class Exchange:
         rows_out = ExpertRows(rows=out, counts=tuple(totals.tolist()), experts=experts)
         return rows_out, DispatchHandle(outgoing=outgoing, place=place, source_bounds=bounds)
 
-    def _own(self, outgoing: Outgoing, counts: Indices) -> tuple[Indices, Rows]:
+    def _own(self, outgoing: Outgoing, counts: Indices) -> tuple[npt.NDArray[np.integer], Rows]:
         routing = outgoing.routing
         begin, end = routing.choice_bounds[self.me : self.me + 2]
         slots = self.routes[outgoing.stamp.layer].slot_bounds[self.me : self.me + 2]
@@ -209,18 +207,13 @@ class Exchange:
         return routing.choice_tokens[begin:end], outgoing.x
 
     def _arrived(
-        self, stamp: Stamp, member: int, buffer: Bytes, counts: Indices
-    ) -> tuple[Indices, Rows]:
+        self, outgoing: Outgoing, member: int, buffer: Bytes, counts: Indices
+    ) -> tuple[npt.NDArray[np.integer], Rows]:
         """Check a dispatch message, fill in its counts, return its choices' rows."""
         layout, source, num_experts = self._layout, self.members[member], len(counts)
-        num_choices, num_rows = read_header(
-            buffer,
-            stamp,
-            source=source,
-            dtype=layout.dtype,
-            num_experts=num_experts,
-            hidden=layout.hidden,
-        )
+        num_choices, num_rows = read_header(buffer, outgoing.shared, source, num_experts)
+        if not num_choices:
+            return _NO_INDICES, self._no_rows
         if num_choices > layout.choices_max or num_rows > layout.max_tokens:
             raise MessageMismatch(
                 source=source,
@@ -228,113 +221,94 @@ class Exchange:
                 observed=(num_choices, num_rows),
                 expected=f"at most ({layout.choices_max}, {layout.max_tokens})",
             )
-        if not num_choices:
-            return _NO_INDICES, self._format.view(buffer, HEADER_BYTES, 0)
-        begin = HEADER_BYTES + INDEX_BYTES * num_experts
-        counts[:] = np.ndarray((num_experts,), np.int32, buffer, HEADER_BYTES)
-        index = np.ndarray((num_choices,), np.int32, buffer, begin)
-        if counts.sum() != num_choices or index.view(np.uint32).max() >= num_rows:
+        numbers = np.ndarray((num_experts + num_choices,), np.uint32, buffer, HEADER_BYTES)
+        counts[:] = numbers[:num_experts]
+        index = numbers[num_experts:]
+        # What is read here is used as an address: one cheap look at either end.
+        num_counted, row_max = int(np.add.reduce(counts)), int(np.maximum.reduce(index))
+        if num_counted != num_choices or row_max >= num_rows:
             raise MessageMismatch(
                 source=source,
                 name="sum of counts and highest row",
-                observed=(int(counts.sum()), int(index.view(np.uint32).max())),
+                observed=(num_counted, row_max),
                 expected=(num_choices, f"below {num_rows}"),
             )
         rows = self._format.view(buffer, offset_of_rows(num_experts, num_choices), num_rows)
-        return index, rows
+        return index.view(np.int32), rows
 
-    def returning(self, handle: DispatchHandle, expert_out: torch.Tensor) -> Rows:
-        """Check the argument of a combine; return its rows without a copy.
+    def returning(
+        self, expert_out: torch.Tensor, handle: DispatchHandle, stamp: Stamp
+    ) -> Returning:
+        """Check the arguments of a combine.
+
+        Args:
+            expert_out: What the experts returned.
+            handle: Of the dispatch.
+            stamp: Of the combine.
 
         Raises:
             InputInvalid: Nothing was sent yet.
         """
-        check_expert_out(self._layout, expert_out, len(handle.place))
-        return self._combine_format(expert_out.dtype).of(expert_out)
-
-    def _combine_format(self, dtype: torch.dtype) -> RowFormat:
-        if dtype is self._layout.dtype:
-            return self._format
-        return RowFormat(self._layout.hidden * dtype.itemsize)
-
-    def write_combine(
-        self,
-        handle: DispatchHandle,
-        stamp: Stamp,
-        results: Rows,
-        dtype: torch.dtype,
-        member: int,
-        buffer: Bytes,
-    ) -> int:
-        """Write the combine message for one other member; return its size in bytes."""
-        begin, end = handle.source_bounds[member : member + 2]
-        write_header(
-            buffer,
-            stamp,
-            source=self.rank,
+        layout, dtype = self._layout, expert_out.dtype
+        check_expert_out(layout, expert_out, len(handle.place))
+        row_format = self._format
+        if dtype is not layout.dtype:
+            row_format = RowFormat(layout.hidden * dtype.itemsize)
+        return Returning(
+            handle=handle,
+            shared=stamp.header(dtype, layout.hidden),
+            results=row_format.of(expert_out),
             dtype=dtype,
-            num_experts=0,
-            num_choices=end - begin,
-            num_rows=end - begin,
-            hidden=self._layout.hidden,
+            row_format=row_format,
         )
+
+    def write_combine(self, returning: Returning, member: int, buffer: Bytes) -> int:
+        """Write the combine message for one other member; return its size in bytes."""
+        handle, row_format = returning.handle, returning.row_format
+        begin, end = handle.source_bounds[member : member + 2]
+        write_header(buffer, returning.shared, self.rank, 0, end - begin, end - begin)
         if begin == end:
             return HEADER_BYTES
-        row_format = self._combine_format(dtype)
         rows = row_format.view(buffer, HEADER_BYTES, end - begin)
-        results.take(handle.place[begin:end], 0, rows, "clip")
+        returning.results.take(handle.place[begin:end], 0, rows, "clip")
         return HEADER_BYTES + (end - begin) * row_format.row_bytes
 
-    def finish(
-        self,
-        handle: DispatchHandle,
-        stamp: Stamp,
-        results: Rows,
-        dtype: torch.dtype,
-        buffers: Mapping[int, Bytes],
-    ) -> torch.Tensor:
+    def finish(self, returning: Returning, buffers: Mapping[int, Bytes]) -> torch.Tensor:
         """Return the weighted sums: [T, H] of the layout's type.
 
         Args:
-            handle: Of the dispatch.
-            stamp: Of the combine.
-            results: This rank's expert rows, for its own tokens.
-            dtype: Their type; every member's must be the same.
+            returning: This rank's results, of which it takes those for its own tokens.
             buffers: Position of each other member -> its combine message. Not used after the
                 return.
 
         Raises:
             MessageMismatch: A message is not the one that is due.
         """
-        outgoing, order = handle.outgoing, handle.outgoing.routing.order
-        bounds = outgoing.routing.choice_bounds
-        gathered = self._weighted_sum.gathered(dtype)
+        handle, results = returning.handle, returning.results
+        outgoing = handle.outgoing
+        order, bounds = outgoing.routing.order, outgoing.routing.choice_bounds
+        gathered = self._weighted_sum.gathered(returning.dtype)
         num_all = outgoing.num_tokens * self._layout.topk
         if len(order) < num_all:
             gathered[:num_all] = 0  # left-out choices: their weight is 0 and so is their row
         for member in range(len(self.members)):
             begin, end = bounds[member : member + 2]
-            if member == self.me:
-                own_begin, own_end = handle.source_bounds[member : member + 2]
+            if member != self.me:
+                rows = self._returned(returning, member, buffers[member], end - begin)
                 if begin < end:
-                    gathered[order[begin:end]] = results[handle.place[own_begin:own_end]]
-                continue
-            rows = self._returned(stamp, member, buffers[member], dtype, end - begin)
-            if begin < end:
-                gathered[order[begin:end]] = rows
+                    gathered[order[begin:end]] = rows
+            elif begin < end:
+                own_begin, own_end = handle.source_bounds[member : member + 2]
+                gathered[order[begin:end]] = results[handle.place[own_begin:own_end]]
         if not num_all:
             return torch.empty(0, self._layout.hidden, dtype=self._layout.dtype)
-        return self._weighted_sum.sum(dtype, outgoing.weights)
+        return self._weighted_sum.sum(returning.dtype, outgoing.weights)
 
-    def _returned(
-        self, stamp: Stamp, member: int, buffer: Bytes, dtype: torch.dtype, num_due: int
-    ) -> Rows:
+    def _returned(self, returning: Returning, member: int, buffer: Bytes, num_due: int) -> Rows:
         source = self.members[member]
-        found = read_header(
-            buffer, stamp, source=source, dtype=dtype, num_experts=0, hidden=self._layout.hidden
-        )
+        found = read_header(buffer, returning.shared, source, 0)
         if found != (num_due, num_due):
             raise MessageMismatch(
                 source=source, name="choices and rows", observed=found, expected=(num_due, num_due)
             )
-        return self._combine_format(dtype).view(buffer, HEADER_BYTES, num_due)
+        return returning.row_format.view(buffer, HEADER_BYTES, num_due)

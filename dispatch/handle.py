@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dispatch.layout import Rows
+from dispatch.layout import RowFormat, Rows
 from dispatch.message import Stamp
 from dispatch.routing import Indices, Routing
 
@@ -33,6 +33,7 @@ class Outgoing:
 
     Attributes:
         stamp: The exchange they belong to.
+        shared: What the headers of all its messages have in common.
         routing: How they are sent.
         x: [T, words] the tokens' rows, the caller's memory.
         num_tokens: T.
@@ -41,6 +42,7 @@ class Outgoing:
     """
 
     stamp: Stamp
+    shared: bytes
     routing: Routing
     x: Rows
     num_tokens: int
@@ -71,3 +73,22 @@ class DispatchHandle:
     def num_degraded(self) -> int:
         """Choices left out because nobody holds their expert (policy `degrade`)."""
         return self.outgoing.num_degraded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Returning:
+    """This rank's expert results on their way back.
+
+    Attributes:
+        handle: Of the dispatch.
+        shared: What the headers of all combine messages have in common.
+        results: [R, words] in the order of the `ExpertRows`, the caller's memory.
+        dtype: Their type; every member's must be the same.
+        row_format: How they are moved.
+    """
+
+    handle: DispatchHandle
+    shared: bytes
+    results: Rows
+    dtype: torch.dtype
+    row_format: RowFormat

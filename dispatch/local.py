@@ -72,8 +72,7 @@ class LocalDispatcher:
     def combine(self, expert_out: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """See `Dispatcher.combine`; never raises PassFailed."""
         stamp = self._sequence.combining(handle, handle.stamp)
-        results = self._exchange.returning(handle, expert_out)
-        out = self._exchange.finish(handle, stamp, results, expert_out.dtype, {})
+        out = self._exchange.finish(self._exchange.returning(expert_out, handle, stamp), {})
         self._sequence.combined()
         return out
 

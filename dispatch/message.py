@@ -1,16 +1,18 @@
 """The header of a message: what it is, checked field by field by whoever receives it.
 
-Layout, little endian (drawn with sizes in `dispatch.layout`):
+Layout, little endian, in the first 64 bytes (the rest of a message is drawn in `dispatch.layout`):
 
-    magic u32 | phase u16 | dtype u16 | epoch u64 | pass u64 | layer u32 | source i32 |
-    receiver experts u32 | choices u32 | rows u32 | hidden u32
+    magic u32 | phase u16 | dtype u16 | epoch u64 | pass u64 | layer u32 | hidden u32 |
+    source i32 | receiver experts u32 | choices u32 | rows u32
+
+The first line is the same in all messages of a phase: it is packed once and compared as bytes.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 
@@ -18,21 +20,10 @@ from dispatch.errors import MessageMismatch
 from dispatch.layout import DTYPES, HEADER_BYTES, Bytes
 
 MAGIC = 0x3145_4F4D  # "MOE1"
-_HEADER = struct.Struct("<IHHQQIiIIII")
-assert _HEADER.size <= HEADER_BYTES
-_FIELDS = (
-    "magic",
-    "phase",
-    "dtype",
-    "epoch",
-    "pass",
-    "layer",
-    "source",
-    "receiver experts",
-    "choices",
-    "rows",
-    "hidden",
-)
+_SHARED = struct.Struct("<IHHQQII")
+_OWN = struct.Struct("<iIII")
+assert _SHARED.size + _OWN.size <= HEADER_BYTES
+_SHARED_FIELDS = ("magic", "phase", "dtype", "epoch", "pass", "layer", "hidden")
 
 
 class Phase(StrEnum):
@@ -42,82 +33,69 @@ class Phase(StrEnum):
     COMBINE = "combine"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stamp:
-    """Which exchange a message belongs to. `phase` alternates, so its parity picks the window."""
+class Stamp(NamedTuple):
+    """Which exchange a message belongs to.
+
+    Attributes:
+        epoch: Of the view.
+        pass_id: Of the pass, counted from 0 in each epoch.
+        layer: Of the exchange.
+        parity: 0 for dispatch, 1 for combine. Phases alternate, so it picks the window.
+    """
 
     epoch: int
     pass_id: int
     layer: int
-    phase: Phase
+    parity: int
 
     @property
-    def parity(self) -> int:
-        """0 for dispatch, 1 for combine."""
-        return int(self.phase is Phase.COMBINE)
+    def phase(self) -> Phase:
+        """The parity by name."""
+        return Phase.COMBINE if self.parity else Phase.DISPATCH
+
+    def header(self, dtype: torch.dtype, hidden: int) -> bytes:
+        """Return the part of the header that all messages of the phase share."""
+        epoch, pass_id, layer, parity = self
+        return _SHARED.pack(MAGIC, parity, DTYPES[dtype], epoch, pass_id, layer, hidden)
 
 
 def write_header(
-    buffer: Bytes,
-    stamp: Stamp,
-    *,
-    source: int,
-    dtype: torch.dtype,
-    num_experts: int,
-    num_choices: int,
-    num_rows: int,
-    hidden: int,
+    buffer: Bytes, shared: bytes, source: int, num_experts: int, num_choices: int, num_rows: int
 ) -> None:
-    """Write the header to the first bytes of `buffer`."""
-    _HEADER.pack_into(
-        buffer.data,
-        0,
-        MAGIC,
-        stamp.parity,
-        DTYPES[dtype],
-        stamp.epoch,
-        stamp.pass_id,
-        stamp.layer,
-        source,
-        num_experts,
-        num_choices,
-        num_rows,
-        hidden,
-    )
+    """Write a header to the first bytes of `buffer`.
+
+    Args:
+        buffer: Of the message.
+        shared: From `Stamp.header`.
+        source: Rank that sends it.
+        num_experts: Experts of the receiver that the counts are for; 0 in a combine.
+        num_choices: Choices that the message is about.
+        num_rows: Rows in it.
+    """
+    view = buffer.data
+    view[: _SHARED.size] = shared
+    _OWN.pack_into(view, _SHARED.size, source, num_experts, num_choices, num_rows)
 
 
-def read_header(
-    buffer: Bytes,
-    stamp: Stamp,
-    *,
-    source: int,
-    dtype: torch.dtype,
-    num_experts: int,
-    hidden: int,
-) -> tuple[int, int]:
+def read_header(buffer: Bytes, shared: bytes, source: int, num_experts: int) -> tuple[int, int]:
     """Check the header at the start of `buffer`; return its numbers of choices and of rows.
 
     Raises:
         MessageMismatch: A field is not as expected; names the first that differs.
     """
-    observed = _HEADER.unpack_from(buffer.data)
-    num_choices: int = observed[8]
-    num_rows: int = observed[9]
-    expected = (
-        MAGIC,
-        stamp.parity,
-        DTYPES[dtype],
-        stamp.epoch,
-        stamp.pass_id,
-        stamp.layer,
-        source,
-        num_experts,
-        num_choices,
-        num_rows,
-        hidden,
-    )
-    if observed != expected:
-        for name, seen, due in zip(_FIELDS, observed, expected, strict=True):
-            if seen != due:
-                raise MessageMismatch(source=source, name=name, observed=seen, expected=due)
+    view = buffer.data
+    if view[: _SHARED.size] != shared:
+        seen, due = _SHARED.unpack_from(view), _SHARED.unpack(shared)
+        index = next(i for i, value in enumerate(due) if seen[i] != value)
+        raise MessageMismatch(
+            source=source, name=_SHARED_FIELDS[index], observed=seen[index], expected=due[index]
+        )
+    found_source, found_experts, num_choices, num_rows = _OWN.unpack_from(view, _SHARED.size)
+    if found_source != source or found_experts != num_experts:
+        raise MessageMismatch(
+            source=source,
+            name="source and receiver experts",
+            observed=(found_source, found_experts),
+            expected=(source, num_experts),
+        )
     return num_choices, num_rows

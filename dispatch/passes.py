@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from dispatch.errors import CallOrder, StaleEpoch
-from dispatch.message import Phase, Stamp
+from dispatch.message import Stamp
 
 
 class State(StrEnum):
@@ -72,7 +72,7 @@ class PassSequence:
     def dispatching(self, layer: int) -> Stamp:
         """Return the stamp of a dispatch in this layer."""
         self._require("dispatch", State.IN_PASS)
-        return Stamp(epoch=self.epoch, pass_id=self.pass_id, layer=layer, phase=Phase.DISPATCH)
+        return Stamp(self.epoch, self.pass_id, layer, 0)
 
     def dispatched(self, handle: object) -> None:
         """A dispatch is complete; its combine comes next."""
@@ -96,9 +96,7 @@ class PassSequence:
                 observed=f"epoch {stamp.epoch}, pass {stamp.pass_id}, layer {stamp.layer}",
                 expected=f"epoch {self.epoch}, pass {self.pass_id} ({self.state})",
             )
-        return Stamp(
-            epoch=stamp.epoch, pass_id=stamp.pass_id, layer=stamp.layer, phase=Phase.COMBINE
-        )
+        return stamp._replace(parity=1)
 
     def combined(self) -> None:
         """The combine is complete."""

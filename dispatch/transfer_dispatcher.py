@@ -201,15 +201,13 @@ class TransferDispatcher:
         exchange, delivery = self._exchange, self._delivery
         assert exchange is not None
         assert delivery is not None
-        results, dtype = exchange.returning(handle, expert_out), expert_out.dtype
+        returning = exchange.returning(expert_out, handle, stamp)
         try:
             buffers = delivery.exchange(
                 stamp,
-                lambda member, part: exchange.write_combine(
-                    handle, stamp, results, dtype, member, part
-                ),
+                lambda member, part: exchange.write_combine(returning, member, part),
             )
-            out = exchange.finish(handle, stamp, results, dtype, buffers)
+            out = exchange.finish(returning, buffers)
         except BaseException:
             self._sequence.become_failed()
             raise

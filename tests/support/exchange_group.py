@@ -11,7 +11,7 @@ import torch
 from configs.schema import MissingExperts
 from dispatch import DispatchLayout, ExpertMap, ExpertRows
 from dispatch.exchange import Exchange
-from dispatch.message import Phase, Stamp
+from dispatch.message import Stamp
 from dispatch.statistics import Counters
 from dispatch.weighted_sum import WeightedSum
 from tests.support.moe_reference import Expert, run_experts, scale_expert
@@ -60,7 +60,7 @@ class ExchangeGroup:
     ) -> Exchanged:
         size = len(self.exchanges)
         pairs = [(s, t) for s in range(size) for t in range(size) if s != t]
-        stamp = Stamp(epoch=1, pass_id=0, layer=layer, phase=Phase.DISPATCH)
+        stamp = Stamp(1, 0, layer, 0)
         outgoing = [e.send(*mine, stamp) for e, mine in zip(self.exchanges, tokens, strict=True)]
         sent = {pair: self._window(pair[1], layer) for pair in pairs}
         dispatch_bytes = {
@@ -72,31 +72,21 @@ class ExchangeGroup:
         ]
         for window in sent.values():
             window[:] = 0xA5  # what was received must not live in the windows
-        stamp = Stamp(epoch=1, pass_id=0, layer=layer, phase=Phase.COMBINE)
-        results = [
-            run_experts(rows.rows, rows.counts, rows.experts, layer, expert_fn, combine_dtype)
-            for rows, _ in received
-        ]
-        kind = results[0].dtype
-        words = [
-            e.returning(handle, result)
-            for e, (_, handle), result in zip(self.exchanges, received, results, strict=True)
+        returning = [
+            e.returning(
+                run_experts(rows.rows, rows.counts, rows.experts, layer, expert_fn, combine_dtype),
+                handle,
+                Stamp(1, 0, layer, 1),
+            )
+            for e, (rows, handle) in zip(self.exchanges, received, strict=True)
         ]
         returned = {pair: np.zeros(self.layout.combine_window_bytes(), np.uint8) for pair in pairs}
         combine_bytes = {
-            (s, t): self.exchanges[s].write_combine(
-                received[s][1], stamp, words[s], kind, t, returned[s, t]
-            )
+            (s, t): self.exchanges[s].write_combine(returning[s], t, returned[s, t])
             for s, t in pairs
         }
         outputs = [
-            e.finish(
-                received[t][1],
-                stamp,
-                words[t],
-                kind,
-                {s: returned[s, t] for s in range(size) if s != t},
-            )
+            e.finish(returning[t], {s: returned[s, t] for s in range(size) if s != t})
             for t, e in enumerate(self.exchanges)
         ]
         return Exchanged(outputs, [rows for rows, _ in received], dispatch_bytes, combine_bytes)

@@ -37,7 +37,7 @@ def started(layout: DispatchLayout, **options) -> LocalDispatcher:
 @pytest.fixture
 def generator():
     seed = random.randrange(1 << 32)
-    print("seed", seed)  # noqa: T201
+    print("seed", seed)
     return torch.Generator().manual_seed(seed)
 
 
