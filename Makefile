@@ -34,7 +34,8 @@ install: $(READY)
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; set PYTHON=" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@if $(BIN)/python tools/installed.py; then :; else \
+	@if $(BIN)/python tools/installed.py 2>/dev/null; then :; else \
+		set -e; echo "installing into $(VENV), a minute or two ..."; \
 		$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet $(TORCH); \
 		$(BIN)/pip install --quiet --editable '.[dev]'; fi
 	@touch $@
