@@ -24,9 +24,10 @@ from dispatch.windows import ReceiveWindow, SendWindow, Staging
 from transfer import (
     AccessRefused,
     ImmediateTimeout,
-    Interrupted,
     PeerLost,
+    PeerUnknown,
     TransferError,
+    TransferTimeout,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 EPOCH_MASK = 0xFF_FFFF
 STALL_FACTOR = 1.5  # a wait that took this much longer than its deadline was not ours to judge
+
+# What one peer's state can do to a write. Anything else (the engine was closed) is not its doing.
+PEER_ERRORS = (PeerLost, PeerUnknown, AccessRefused, TransferTimeout)
 
 Write = Callable[[int, Bytes], int]  # position of a member, buffer -> bytes written
 
@@ -132,9 +136,7 @@ class Delivery:
         for rank, transfer in transfers:
             try:
                 transfer.wait(self._timeout_s)
-            except Interrupted:
-                raise
-            except TransferError as error:
+            except PEER_ERRORS as error:
                 raise self._failed(stamp, error, rank) from error
         transfers.clear()
 
@@ -154,9 +156,7 @@ class Delivery:
                 immediate=self._immediates[parity],
                 timeout_s=self._timeout_s,
             )
-        except Interrupted:
-            raise
-        except TransferError as error:
+        except PEER_ERRORS as error:
             raise self._failed(stamp, error, rank) from error
         self._transfers[parity].append((rank, transfer))
         self._counters.sent_bytes += nbytes
@@ -186,7 +186,7 @@ class Delivery:
             if transfer.done():
                 try:
                     transfer.wait(0)
-                except TransferError as error:
+                except PEER_ERRORS as error:
                     return self._failed(stamp, error, rank)
         ranks = tuple(sorted(self._rank_of[name] for name, _ in missing))
         evidence = f"no {stamp.phase} message for {self._timeout_s:.3g} s"

@@ -46,6 +46,9 @@ class Board:
         draft.write_bytes(pickle.dumps(value))
         draft.rename(self.directory / name)
 
+    def has(self, name: str) -> bool:
+        return (self.directory / name).exists()
+
     def read(self, name: str, *, timeout_s: float = 30.0) -> Any:
         deadline = time.monotonic() + timeout_s
         path = self.directory / name
