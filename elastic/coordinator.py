@@ -19,7 +19,7 @@ from typing import Protocol
 
 from configs.schema import ElasticConfig
 from elastic.errors import AgreementTimeout, Evicted, StoreUnavailable
-from elastic.evidence import Evidence, Watch
+from elastic.evidence import Evidence, EvidenceKind, Watch
 from elastic.inbox import Inbox
 from elastic.joining import GroupShape, Joining
 from elastic.links import Links
@@ -54,6 +54,7 @@ from transfer import TransferEngine
 logger = logging.getLogger(__name__)
 
 PAUSE_MAX_S = 1.0
+LEAVE_POLL_S = 0.05
 
 
 class GroupMember(Protocol):
@@ -187,7 +188,9 @@ class Coordinator:
         if self._machine.epoch == view.epoch and self._machine.phase is not Phase.EVICTED:
             for rank in suspects:
                 if (member := view.member(rank)) is not None:
-                    seen = Evidence(kind=self._links.silence_of(member), detail=evidence)
+                    connected = self._links.is_connected(member)
+                    kind = EvidenceKind.DEADLINE if connected else EvidenceKind.CONNECTION_LOST
+                    seen = Evidence(kind=kind, detail=evidence)
                     self._step(Suspected((member.incarnation,), seen))
             self._step(PassDropped())
         return self._settle()
@@ -221,12 +224,12 @@ class Coordinator:
             return  # nobody to hand over to
         self._step(LeaveAsked())
         self._settle()
-        waiting = {m.incarnation for m in view.others(self._identity.incarnation)}
+        others = view.others(self._identity.incarnation)
         deadline = self._clock() + self._config.install_timeout_s
-        while waiting and (left_s := deadline - self._clock()) > 0:
-            event = self._inbox.take(left_s)
-            if isinstance(event, Suspected):
-                waiting.difference_update(event.incarnations)
+        while any(map(self._links.is_connected, others)) and self._clock() < deadline:
+            self._inbox.take(LEAVE_POLL_S)
+        # Its registration remains; nobody may count on it for a new group.
+        self._store.report_exit(self._identity.incarnation, "left")
 
     def close(self) -> None:
         """End the watch thread. The engine and the store belong to the caller."""

@@ -180,7 +180,9 @@ class Joining:
         return {
             rank: member
             for rank, member in registered.items()
-            if member.incarnation not in gone and member.incarnation not in ended
+            if member.incarnation not in gone
+            and member.incarnation not in ended
+            and not self._links.has_ended(member)
         }
 
     def _is_my_turn(self, candidates: Mapping[int, Member]) -> bool:

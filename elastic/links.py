@@ -75,13 +75,12 @@ class Links:
             except TransferError as error:
                 logger.debug("peer %s can't be disconnected: %s", name, error)
 
-    def silence_of(self, member: Member) -> EvidenceKind:
-        """Tell what it means that this member did not do its part of a pass."""
+    def is_connected(self, member: Member) -> bool:
+        """Whether the connection to this member lives."""
         try:
-            alive = self._engine.peer(member.incarnation).alive
+            return self._engine.peer(member.incarnation).alive
         except TransferError:
-            alive = False
-        return EvidenceKind.DEADLINE if alive else EvidenceKind.CONNECTION_LOST
+            return False
 
     def refined(self, event: Event, view: View | None) -> Event:
         """Turn a lost connection into proof if the process can be looked at and has ended."""

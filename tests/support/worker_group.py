@@ -56,12 +56,13 @@ class Group:
         """Start a worker for this slot; return its incarnation."""
         name = secrets.token_hex(8)
         places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MOE_RUNTIME_INCARNATION": name}
-        self.processes[name] = subprocess.Popen(
-            COMMAND,
-            env={**os.environ, **self.environment, **places},
-            stderr=(self.folder / f"{name}.stderr").open("wb"),
-            cwd=ROOT,
-        )
+        with (self.folder / f"{name}.stderr").open("wb") as errors:
+            self.processes[name] = subprocess.Popen(
+                COMMAND,
+                env={**os.environ, **self.environment, **places},
+                stderr=errors,
+                cwd=ROOT,
+            )
         return name
 
     def signal(self, name: str, number: signal.Signals) -> float:
