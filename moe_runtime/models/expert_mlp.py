@@ -29,9 +29,10 @@ class ExpertMLP:
         self._exactness = exactness
         self._reorder = reorder
 
-    def warm_up(self, moe_layer: int, logical_expert: int) -> None:
-        """Reorder an expert's weights now, instead of at its first row."""
-        self._bank.prepared(moe_layer, logical_expert, self._linears)
+    def warm_up(self) -> None:
+        """Reorder the weights of all resident experts now, instead of at their first rows."""
+        for moe_layer, expert in self._bank.resident():
+            self._bank.prepared(moe_layer, expert, self._linears)
 
     def __call__(
         self, rows: torch.Tensor, counts: Sequence[int], experts: Sequence[int], *, moe_layer: int

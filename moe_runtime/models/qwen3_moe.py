@@ -290,12 +290,20 @@ class Qwen3MoeModel:
             return self._head(normed).to(torch.float32)
 
     def warm_up(self, *, page_tokens: int, context_len_max: int) -> None:
-        """Measure what bitwise attention needs for contexts up to this length, ahead of traffic.
+        """Do ahead of traffic what would stall first steps: measurements and reordering of weights.
+
+        Covers the experts that are resident now; call it again when that has changed.
+
+        Args:
+            page_tokens: Of the cache.
+            context_len_max: Longest context that attention is measured for.
 
         Raises:
             AttentionNotInvariant: `bitwise` is impossible on this machine.
+            ExactnessUnavailable: Likewise.
         """
         self._attention_over(page_tokens).warm_up(context_len_max)
+        self.experts.warm_up()
 
     def _attention_over(self, page_tokens: int) -> PagedAttention:
         known = self._attention

@@ -110,3 +110,11 @@ def test_running_a_step_again_changes_nothing(tmp_path, seed):
     cache = rank.kv.pages.clone()
     assert torch.equal(first, rank.step(inputs))
     assert torch.equal(cache, rank.kv.pages)
+
+
+def test_warming_up_changes_nothing(tmp_path, seed):
+    directory = make_tiny_checkpoint(tmp_path / "model", seed=seed)
+    cold, warm = (single_rank(directory, dtype=torch.bfloat16) for _ in range(2))
+    warm.model.warm_up(page_tokens=PAGE_TOKENS, context_len_max=200)
+    tokens = random_tokens(seed, 30, cold.spec.vocab_size)
+    assert torch.equal(warm.logits(tokens, [30]), cold.logits(tokens, [30]))
