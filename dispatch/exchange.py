@@ -22,7 +22,7 @@ from configs.schema import MissingExperts
 from dispatch.errors import ExpertUnowned, InputInvalid, MessageMismatch
 from dispatch.expert_map import ExpertMap
 from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
-from dispatch.layout import HEADER_BYTES, Bytes, DispatchLayout, RowFormat, Rows
+from dispatch.layout import HEADER_BYTES, Bytes, DispatchLayout, RowFormat, Rows, copy_rows
 from dispatch.layout import rows_offset as offset_of_rows
 from dispatch.message import Stamp, read_header, write_header
 from dispatch.missing import without_missing
@@ -78,6 +78,7 @@ class Exchange:
         self._weighted_sum = weighted_sum
         self._format = RowFormat(layout.row_bytes)
         self._no_rows = self._format.view(np.empty(0, np.uint8), 0, 0)
+        self._arrivals = self._no_rows
         self.routes = [
             LayerRoute(expert_map, self.members, rank, layer) for layer in range(layout.num_layers)
         ]
@@ -191,13 +192,22 @@ class Exchange:
         gather, place = self._majors[layer].arrange(counts)
         out = torch.empty(len(gather), self._layout.hidden, dtype=self._layout.dtype)
         if parts:
-            arrived = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            arrived = parts[0] if len(parts) == 1 else self._side_by_side(parts, num_rows)
             index = indices[0] if len(indices) == 1 else np.concatenate(indices)
             arrived.take(index[gather], 0, self._format.of(out), "clip")
         totals = counts.sum(0)
         self._counters.received(layer, totals)
         rows_out = ExpertRows(rows=out, counts=tuple(totals.tolist()), experts=experts)
         return rows_out, DispatchHandle(outgoing=outgoing, place=place, source_bounds=bounds)
+
+    def _side_by_side(self, parts: list[Rows], num_rows: int) -> Rows:
+        """Return the parts as one array, valid until the next call."""
+        if len(self._arrivals) < num_rows:
+            # Grown in powers of two and kept: fresh memory costs several times the copy.
+            self._arrivals = np.empty(
+                (1 << num_rows.bit_length(), self._format.width), self._format.word
+            )
+        return np.concatenate(parts, out=self._arrivals[:num_rows])
 
     def _own(self, outgoing: Outgoing, counts: Indices) -> tuple[npt.NDArray[np.integer], Rows]:
         routing = outgoing.routing
@@ -299,7 +309,7 @@ class Exchange:
                     gathered[order[begin:end]] = rows
             elif begin < end:
                 own_begin, own_end = handle.source_bounds[member : member + 2]
-                gathered[order[begin:end]] = results[handle.place[own_begin:own_end]]
+                copy_rows(results, handle.place[own_begin:own_end], gathered, order[begin:end])
         if not num_all:
             return torch.empty(0, self._layout.hidden, dtype=self._layout.dtype)
         return self._weighted_sum.sum(returning.dtype, outgoing.weights)

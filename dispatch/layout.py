@@ -138,3 +138,18 @@ class RowFormat:
         """Return the rows of a contiguous [n, H] CPU tensor, sharing its memory."""
         source = tensor.detach() if tensor.requires_grad else tensor
         return source.view(torch.uint8).numpy().view(self.word)
+
+
+COPY_ROWS = 256  # a temporary of this many rows is memory that was used just before
+
+
+def copy_rows(
+    source: Rows,
+    source_rows: npt.NDArray[np.integer],
+    target: Rows,
+    target_rows: npt.NDArray[np.integer],
+) -> None:
+    """Set `target[target_rows[i]] = source[source_rows[i]]` for all i."""
+    for begin in range(0, len(source_rows), COPY_ROWS):
+        part = slice(begin, begin + COPY_ROWS)
+        target[target_rows[part]] = source[source_rows[part]]

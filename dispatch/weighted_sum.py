@@ -13,7 +13,7 @@ import torch
 
 from dispatch.layout import DispatchLayout, RowFormat, Rows
 
-CHUNK_BYTES = 1 << 20  # of products at a time: stays in the second-level cache
+CHUNK_BYTES = 1 << 20  # of products at a time: stays in the cache
 
 
 class WeightedSum:
@@ -24,15 +24,15 @@ class WeightedSum:
         self._gathered: dict[torch.dtype, tuple[torch.Tensor, Rows]] = {}
         product_bytes = 4 * layout.topk * layout.hidden
         self._chunk = min(layout.max_tokens, max(1, CHUNK_BYTES // product_bytes))
+        self._products = _workspace(self._chunk, layout.topk, layout.hidden)
+        self._sums = _workspace(self._chunk, layout.hidden)
 
     def gathered(self, dtype: torch.dtype) -> Rows:
         """Return [max_tokens * K, words]: where the row of each choice is to be put."""
         found = self._gathered.get(dtype)
         if found is None:
             layout = self._layout
-            # An ordinary tensor even if made inside inference mode: it is used outside it too.
-            with torch.inference_mode(False):
-                rows = torch.empty(layout.choices_max, layout.hidden, dtype=dtype)
+            rows = _workspace(layout.choices_max, layout.hidden, dtype=dtype)
             found = rows, RowFormat(layout.hidden * dtype.itemsize).of(rows)
             self._gathered[dtype] = found
         return found[1]
@@ -47,23 +47,31 @@ class WeightedSum:
         Returns:
             [T, H] of the layout's type, fresh.
         """
-        num_tokens, topk = weights.shape
+        layout, (num_tokens, topk) = self._layout, weights.shape
+        out = torch.empty(num_tokens, layout.hidden, dtype=layout.dtype)
         rows, factors = self._gathered[dtype][0], weights.unsqueeze(2)
         if num_tokens <= self._chunk:
-            return self._sum(rows[: num_tokens * topk], factors)
-        layout = self._layout
-        out = torch.empty(num_tokens, layout.hidden, dtype=layout.dtype)
+            self._sum(rows[: num_tokens * topk], factors, out)
+            return out
         for begin in range(0, num_tokens, self._chunk):
             end = min(begin + self._chunk, num_tokens)
-            out[begin:end] = self._sum(rows[begin * topk : end * topk], factors[begin:end])
+            self._sum(rows[begin * topk : end * topk], factors[begin:end], out[begin:end])
         return out
 
-    def _sum(self, rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        num_tokens, topk, _ = factors.shape
-        products = rows.to(torch.float32, copy=True).view(num_tokens, topk, self._layout.hidden)
+    def _sum(self, rows: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
+        num_tokens = len(factors)
+        products, total = self._products[:num_tokens], self._sums[:num_tokens]
+        products.copy_(rows.view(products.shape))
         products.mul_(factors)
         first, *others = products.unbind(1)
-        total = first.add(0.0)  # a sum that starts from 0, also where the first product is -0
+        # The sum starts from 0, also where the first product is -0.
+        torch.add(first, 0.0, out=total)
         for product in others:
             total.add_(product)
-        return total.to(self._layout.dtype)
+        out.copy_(total)
+
+
+def _workspace(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    # An ordinary tensor even if made inside inference mode: it is used outside it too.
+    with torch.inference_mode(False):
+        return torch.empty(*shape, dtype=dtype)
