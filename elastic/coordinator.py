@@ -239,11 +239,13 @@ class Coordinator:
         """Run by the watch, on its thread."""
         try:
             view = self._store.read()
+            ended = self._store.exits(sorted(self._inbox.members))
         except StoreUnavailable as error:
             logger.debug("the record can't be read: %s", error)
             return
         if view is not None:
             self._inbox.put_record(view)
+        self._inbox.put_ended(ended)
 
     # --- the rank loop's thread ----------------------------------------------------------------
 

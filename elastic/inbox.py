@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from elastic import messages
 from elastic.errors import RecordInvalid
@@ -49,6 +49,11 @@ class Inbox:
         return self._interrupted_at
 
     @property
+    def members(self) -> frozenset[str]:
+        """The other members of the view that this process follows."""
+        return self._members
+
+    @property
     def empty(self) -> bool:
         """Whether nothing waits at this moment."""
         return self._events.empty()
@@ -74,6 +79,12 @@ class Inbox:
         """Add a view read from the record, if it is newer than the adopted one."""
         if view.epoch > self._epoch:
             self.put(RecordRead(view), urgent=True)
+
+    def put_ended(self, ended: Mapping[str, str]) -> None:
+        """Add the proof that these incarnations have ended, as their agents reported it."""
+        for name, how in ended.items():
+            evidence = Evidence(kind=EvidenceKind.PROCESS_EXIT, detail=f"its agent says: {how}")
+            self.put(Suspected((name,), evidence), urgent=name in self._members)
 
     def follow(self, view: View, own: str) -> None:
         """Judge what comes in by this view from now on."""

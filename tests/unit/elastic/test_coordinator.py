@@ -193,6 +193,14 @@ def test_silent_member_is_probed_then_removed(four: Cluster) -> None:
     four.settle(four.workers[:3], (0, 1, 2))
 
 
+def test_an_end_reported_by_the_agent_is_enough(four: Cluster) -> None:
+    gone = four.workers[1]
+    gone.engine.deaf.set()
+    gone.stop.set()
+    four.store.report_exit(gone.name, "signal 9")
+    four.settle([w for w in four.workers if w is not gone], (0, 2, 3))
+
+
 def test_report_without_reason_makes_a_new_epoch_of_the_same_members(four: Cluster) -> None:
     four.workers[1].accuse = (2,)
     deadline = time.monotonic() + 10

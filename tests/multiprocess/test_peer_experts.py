@@ -1,0 +1,128 @@
+"""Experts read from peers by the real engine: shared out, verified, and without the absent."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from configs.schema import TransferConfig
+from elastic.expert_source import EachExpert, ExpertId, ExpertLoader, place_of
+from elastic.peer_experts import ExpertServer, PeerExpertSource, Slabs
+from tests.support.small_bank import SmallBank, bytes_of
+from transfer import TransferEngine, allocate
+
+NBYTES = 3000
+SECRET = secrets.token_bytes(16)
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.name = secrets.token_hex(8)
+        self.engine = TransferEngine(TransferConfig(), name=self.name, secret=SECRET)
+        self.bank = SmallBank(NBYTES, allocate)
+        self.peers: list[str] = []
+        self.slabs = Slabs(self.engine, self.bank)
+        self.server = ExpertServer(self.engine, self.bank, self.slabs)
+        self.source = PeerExpertSource(
+            self.engine, self.bank, self.slabs, peers=lambda: self.peers, reply_timeout_s=2.0
+        )
+        self.engine.open()
+        self.server.open()
+
+    def hold(self, experts: list[ExpertId]) -> None:
+        for expert in experts:
+            self.bank.reserve(*expert).copy_(bytes_of(expert, NBYTES))
+            self.bank.ready(*expert)
+
+    def close(self) -> None:
+        self.server.close()
+        self.slabs.close()
+        self.engine.close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    made = [Rank() for _ in range(3)]
+    reader = made[0]
+    for other in made[1:]:
+        reader.engine.connect(other.engine.address)
+        reader.peers.append(other.name)
+    yield made
+    for rank in made:
+        rank.close()
+
+
+def from_disk(rank: Rank) -> EachExpert:
+    def fill(layer: int, logical: int, blob: object) -> bool:
+        place_of(rank.bank, (layer, logical)).copy_(bytes_of((layer, logical), NBYTES))
+        return True
+
+    return EachExpert("disk", rank.bank, fill)
+
+
+def check(rank: Rank, experts: list[ExpertId]) -> None:
+    for expert in experts:
+        assert rank.bank.has(*expert)
+        assert place_of(rank.bank, expert).equal(bytes_of(expert, NBYTES)), expert
+
+
+def test_read_from_both_and_the_rest_from_disk(ranks: list[Rank]) -> None:
+    reader, one, two = ranks
+    experts = [(layer, e) for layer in range(3) for e in range(8)]
+    random.shuffle(experts)
+    one.hold(experts[:14])
+    two.hold(experts[8:20])
+    served = ExpertLoader(reader.bank, [reader.source, from_disk(reader)]).load(experts)
+    check(reader, experts)
+    assert {name: len(found) for name, found in served.by_source.items()} == {"peer": 20, "disk": 4}
+    again = ExpertLoader(reader.bank, [reader.source]).load(experts)
+    assert set(again.by_source) == {"local"}
+
+
+def test_what_is_not_what_it_should_be_is_refused(ranks: list[Rank]) -> None:
+    reader, one, _ = ranks
+    one.hold([(0, 0), (0, 1)])
+    assert reader.source.fetch([]) == []
+    first = ExpertLoader(reader.bank, [reader.source]).load([(0, 0)])
+    assert set(first.by_source) == {"peer"}
+    # The holder's memory is taken for something else after it said what it has.
+    one.server._checksums[0, 1] = one.server._look((0, 1))[3]  # type: ignore[index]
+    place_of(one.bank, (0, 1))[1234] ^= 1
+    served = ExpertLoader(reader.bank, [reader.source, from_disk(reader)]).load([(0, 1)])
+    assert set(served.by_source) == {"disk"}
+    check(reader, [(0, 1)])
+
+
+def test_a_peer_that_does_not_answer_is_not_waited_for_long(ranks: list[Rank]) -> None:
+    reader, one, two = ranks
+    one.server.close()
+    one.server._thread = None
+    two.hold([(1, 1)])
+    served = ExpertLoader(reader.bank, [reader.source, from_disk(reader)]).load([(1, 1), (1, 2)])
+    assert served.by_source == {"peer": ((1, 1),), "disk": ((1, 2),)}
+    check(reader, [(1, 1), (1, 2)])
+
+
+def test_a_lost_peer_is_skipped(ranks: list[Rank]) -> None:
+    reader, one, two = ranks
+    one.hold([(0, 3)])
+    two.hold([(0, 4)])
+    one.engine.close()
+    served = ExpertLoader(reader.bank, [reader.source, from_disk(reader)]).load([(0, 3), (0, 4)])
+    assert served.by_source == {"peer": ((0, 4),), "disk": ((0, 3),)}
+    check(reader, [(0, 3), (0, 4)])
+
+
+def test_keys_are_given_back(ranks: list[Rank]) -> None:
+    reader, one, _ = ranks
+    one.hold([(2, 2)])
+    ExpertLoader(reader.bank, [reader.source]).load([(2, 2)])
+    for _ in range(500):
+        if not one.server._given:
+            break
+        time.sleep(0.01)
+    assert not one.server._given
