@@ -125,7 +125,10 @@ def _values(entries: Iterable[Entry]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _is_wrong_type(setting: Setting, entry: Entry) -> bool:
-    # pydantic takes true for 1 and 4.0 for "4"; in a file that is a slip worth telling.
+    # An empty address would mean every interface, an empty path the working directory.
+    if entry.value == "" and setting.kind in (str, Path) and not setting.optional:
+        return True
+    # pydantic takes true for 1 and "4" for 4; in a file that is a slip worth telling.
     is_number = setting.kind in (int, float)
     return not entry.is_text and is_number and isinstance(entry.value, bool | str)
 

@@ -16,7 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field
 class Frozen(BaseModel):
     """Base of every model here: immutable, and a key that is not declared is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,  # sockets and condition variables take no infinite timeout
+    )
 
 
 class DType(StrEnum):

@@ -131,7 +131,9 @@ did you mean cluster.workers?
         ("kvstore.enabled: maybe", "'maybe'"),
         ("model.path: null", "null"),
         ("elastic.install_timeout_s: .nan", "nan"),
+        ("elastic.install_timeout_s: .inf", "inf"),
         ("elastic.install_timeout_s: [1]", "[1]"),
+        ("front.host: ''", "''"),
         ("scheduler.max_context_tokens: 1", "1"),
     ],
 )
