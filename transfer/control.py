@@ -1,0 +1,234 @@
+"""The control channel: requests and replies over ZeroMQ, for the cluster's members only.
+
+Every socket uses CURVE with keys derived from the cluster secret:
+
+    server key pair    from HMAC(secret, "server")        the same for every server
+    client key pair    from HMAC(secret, "client")        the same for every client
+
+CURVE never sends the server's long-term public key; a client has to know it beforehand to say as
+much as hello. It is derived from the secret here and published nowhere, so that knowing it *is*
+the proof of membership: without it no handshake completes, and no message passes in either way.
+
+`RpcServer` and `RpcClient` add requests with deadlines. A client that got no answer makes a new
+socket for the next request (a late reply has nowhere to go then), so that it survives a server
+that was restarted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from transfer.errors import ControlError, RemoteError, RpcTimeout
+
+logger = logging.getLogger(__name__)
+
+LINGER_MS = 200
+_POLL_S = 0.5
+
+
+class _Failure(msgspec.Struct, frozen=True, array_like=True):
+    kind: str
+    detail: str
+
+
+_encode_failure = msgspec.msgpack.Encoder().encode
+_decode_failure = msgspec.msgpack.Decoder(_Failure).decode
+_OK, _FAILED = b"\0", b"\1"
+
+
+def _key_pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
+    """Public and secret key in Z85; any 32 bytes are a secret key of Curve25519."""
+    seed = hmac.new(secret, b"moe-runtime control " + role, hashlib.sha256).digest()
+    private = z85.encode(seed)
+    return zmq.curve_public(private), private
+
+
+def secure_server(socket: zmq.Socket, secret: bytes) -> None:  # type: ignore[type-arg]
+    """Make a socket that will be bound admit members of the cluster only (before binding)."""
+    socket.curve_publickey, socket.curve_secretkey = _key_pair(secret, b"server")
+    socket.curve_server = True
+
+
+def secure_client(socket: zmq.Socket, secret: bytes, *, identity: str) -> None:  # type: ignore[type-arg]
+    """Give a socket that will be connected the member's keys (before connecting).
+
+    Args:
+        socket: A zmq or zmq.asyncio socket.
+        secret: The cluster secret.
+        identity: The routing id that the server sees, such as an incarnation.
+    """
+    socket.setsockopt(zmq.IDENTITY, identity.encode())
+    socket.curve_serverkey = _key_pair(secret, b"server")[0]
+    socket.curve_publickey, socket.curve_secretkey = _key_pair(secret, b"client")
+
+
+class RpcServer:
+    """Answers requests on one thread, in order of arrival.
+
+    Args:
+        secret: The cluster secret.
+        handler: Called with (client identity, request), returns the reply. What it raises is told
+            to the client as `RemoteError`, and does not end the server.
+        host: Address to bind.
+        port: 0 picks a free one; see `address` after `open`.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        handler: Callable[[str, bytes], bytes],
+        *,
+        host: str,
+        port: int = 0,
+    ) -> None:
+        self._secret = secret
+        self._handler = handler
+        self._host = host
+        self._port = port
+        self._closing = threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._thread: threading.Thread | None = None
+        self.address = ""
+
+    def open(self) -> None:
+        """Bind and start answering.
+
+        Raises:
+            ControlError: The address can't be bound.
+        """
+        context = zmq.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.linger = LINGER_MS
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        secure_server(socket, self._secret)
+        try:
+            socket.bind(f"tcp://{self._host}:{self._port or '*'}")
+        except zmq.ZMQError as error:
+            socket.close()
+            context.term()
+            raise ControlError(f"bind {self._host}:{self._port}: {error}") from error
+        self.address = socket.last_endpoint.decode().removeprefix("tcp://")
+        self._context = context
+        self._thread = threading.Thread(
+            target=self._run, args=(socket,), name="rpc-server", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and free the socket; idempotent."""
+        self._closing.set()
+        if self._thread is not None and self._context is not None:
+            self._thread.join()
+            self._context.term()
+            self._thread = None
+
+    def _run(self, socket: zmq.Socket[bytes]) -> None:
+        try:
+            while not self._closing.is_set():
+                if socket.poll(int(_POLL_S * 1e3) // 5):
+                    self._answer(socket)
+        finally:
+            socket.close()
+
+    def _answer(self, socket: zmq.Socket[bytes]) -> None:
+        frames = socket.recv_multipart()
+        if len(frames) != 3:  # identity | request id | request
+            logger.warning("request of %d frames dropped, expected 3", len(frames))
+            return
+        identity, request_id, request = frames
+        try:
+            reply = _OK + self._handler(identity.decode(errors="replace"), request)
+        except Exception as error:  # noqa: BLE001 - told to the caller, who raises it
+            logger.debug("request of %r failed", identity, exc_info=True)
+            reply = _FAILED + _encode_failure(_Failure(type(error).__name__, str(error)))
+        socket.send_multipart([identity, request_id, reply])
+
+
+class RpcClient:
+    """Sends requests to one server. Thread-safe: requests of several threads take turns.
+
+    Args:
+        address: "host:port".
+        secret: The cluster secret.
+        identity: Unique among the clients of the server.
+    """
+
+    def __init__(self, address: str, secret: bytes, *, identity: str) -> None:
+        self._address = address
+        self._secret = secret
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._next_id = 0
+        self._closed = False
+
+    def request(self, payload: bytes, *, timeout_s: float) -> bytes:
+        """Send a request and wait for its reply.
+
+        Raises:
+            RpcTimeout: No reply in time; the request may have been carried out.
+            RemoteError: The handler raised.
+            ControlError: The client is closed.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            raise RpcTimeout(self._address, timeout_s)
+        try:
+            return self._request(payload, deadline, timeout_s)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Free the socket; idempotent."""
+        with self._lock:
+            self._closed = True
+            self._drop_socket()
+            if self._context is not None:
+                self._context.term()
+                self._context = None
+
+    def _request(self, payload: bytes, deadline: float, timeout_s: float) -> bytes:
+        socket = self._connected()
+        self._next_id += 1
+        request_id = self._next_id.to_bytes(8, "little")
+        socket.send_multipart([request_id, payload])
+        while True:
+            left_ms = int((deadline - time.monotonic()) * 1e3)
+            if left_ms < 0 or not socket.poll(left_ms):
+                self._drop_socket()
+                raise RpcTimeout(self._address, timeout_s)
+            answered_id, reply = socket.recv_multipart()
+            if answered_id == request_id:
+                break
+        if reply[:1] == _FAILED:
+            failure = _decode_failure(reply[1:])
+            raise RemoteError(failure.kind, failure.detail)
+        return reply[1:]
+
+    def _connected(self) -> zmq.Socket[bytes]:
+        if self._closed:
+            raise ControlError(f"the client of {self._address} is closed")
+        if self._context is None:
+            self._context = zmq.Context()
+        if self._socket is None:
+            socket = self._context.socket(zmq.DEALER)
+            socket.linger = 0
+            secure_client(socket, self._secret, identity=self._identity)
+            socket.connect(f"tcp://{self._address}")
+            self._socket = socket
+        return self._socket
+
+    def _drop_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
