@@ -58,6 +58,24 @@ def test_kills_stalls_and_joins(seed: int) -> None:
         assert not members(network), f"seed {seed}: the members live and don't serve"
 
 
+@pytest.mark.parametrize("seed", SEEDS[:30])
+def test_winners_that_die_before_they_tell(seed: int) -> None:
+    network = Network(seed)
+    choose = random.Random(seed ^ 2)
+    network.start_group(range(5))
+    network.run(1.0)
+    network.die_after_commit = 0.5
+    for life in range(1, 6):
+        present = members(network)
+        if len(present) > 2:
+            network.kill(choose.choice(present))
+        joiner = network.spawn(life + 5, life)
+        network.join(joiner)
+        network.run(network.now + choose.choice((0.01, 0.1, 3.0)))
+    network.run(network.now + 60.0)
+    network.check_settled()
+
+
 @pytest.mark.parametrize("seed", SEEDS[:20])
 def test_kill_costs_no_healthy_member(seed: int) -> None:
     network = Network(seed)

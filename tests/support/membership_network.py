@@ -45,6 +45,7 @@ from elastic.view import Member, Role, View
 
 PASS_TIMEOUT_S = 2.0
 STALL_THRESHOLD_S = 1.0
+LOOK_INTERVAL_S = 0.5
 
 
 def member(rank: int, life: int = 0) -> Member:
@@ -80,6 +81,7 @@ class Network:
         self.random = random.Random(seed)
         self.layers, self.experts = layers, experts
         self.now = 0.0
+        self.die_after_commit = 0.0  # probability that a winner dies before it tells anybody
         self.timing = Timing(install_s=5.0, first_install_s=5.0, quiet_s=STALL_THRESHOLD_S)
         self.processes: dict[str, Process] = {}
         self.record: View | None = None
@@ -120,7 +122,17 @@ class Network:
         me = member(rank, life)
         machine = Membership(rank=rank, incarnation=me.incarnation, timing=self.timing)
         process = self.processes[me.incarnation] = Process(me, machine)
+        self.at(LOOK_INTERVAL_S, lambda: self.look(process))
         return process
+
+    def look(self, process: Process) -> None:
+        """The watch thread: reads the record now and then."""
+        if not process.alive:
+            return
+        view = self.record
+        if not process.stalled and view is not None and view.epoch > process.machine.epoch > 0:
+            self.give(process, RecordRead(view))
+        self.at(LOOK_INTERVAL_S, lambda: self.look(process))
 
     def start_group(self, ranks: Iterable[int]) -> None:
         members = [self.spawn(rank).me for rank in ranks]
@@ -200,7 +212,9 @@ class Network:
             if not process.alive:
                 return
             stored = self.compare_and_set(target)
-            if stored == target:
+            if stored == target and self.random.random() < self.die_after_commit:
+                self.kill(process)
+            elif stored == target:
                 self.give(process, ProposalAnswered(target, stored))
             else:
                 self.at(again_s, lambda: self.join(process))
@@ -307,6 +321,10 @@ class Network:
     def propose(self, process: Process, view: View) -> None:
         self.check(process.name in view.incarnations, "proposes a view without itself")
         stored = self.compare_and_set(view)
+        not_alone = sum(self.processes[m.incarnation].alive for m in view.members) > 1
+        if stored == view and not_alone and self.random.random() < self.die_after_commit:
+            self.kill(process)
+            return
         process.work.append(ProposalAnswered(view, stored))
 
     def finish_load(self, process: Process, view: View) -> None:
