@@ -1,0 +1,56 @@
+"""Moves bytes between the registered memory of any two processes; authenticated control channel.
+
+Same-host peers copy into each other's mapped memory, others talk tcp; see docs/transfer.md.
+"""
+
+from transfer.engine import TransferEngine
+from transfer.errors import (
+    AccessRefused,
+    ControlError,
+    EngineClosed,
+    HandshakeRefused,
+    ImmediateTimeout,
+    Interrupted,
+    PeerLost,
+    PeerUnknown,
+    PeerUnreachable,
+    ProtocolViolation,
+    RegionUnknown,
+    RemoteError,
+    RpcTimeout,
+    TransferError,
+    TransferTimeout,
+)
+from transfer.handle import Transfer
+from transfer.memory import Memory, allocate
+from transfer.peer import Peer
+from transfer.region import Access, Region, RegionKey
+from transfer.statistics import BackendStatistics, TransferStatistics
+
+__all__ = [
+    "Access",
+    "AccessRefused",
+    "BackendStatistics",
+    "ControlError",
+    "EngineClosed",
+    "HandshakeRefused",
+    "ImmediateTimeout",
+    "Interrupted",
+    "Memory",
+    "Peer",
+    "PeerLost",
+    "PeerUnknown",
+    "PeerUnreachable",
+    "ProtocolViolation",
+    "Region",
+    "RegionKey",
+    "RegionUnknown",
+    "RemoteError",
+    "RpcTimeout",
+    "Transfer",
+    "TransferEngine",
+    "TransferError",
+    "TransferStatistics",
+    "TransferTimeout",
+    "allocate",
+]

@@ -1,0 +1,110 @@
+"""One-sided copies into and out of a peer's mapped memory, on the same host.
+
+The first use of a key fetches the memory's descriptor from its owner; then a write is a copy,
+and the owner's processor takes no part. Rights are kept by mapping read-only what was offered
+for reading only, the bounds by this side: a mapped memory is mapped as a whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+from transfer.errors import AccessRefused
+from transfer.memory import SEALS
+from transfer.region import Access, Bytes, RegionKey
+
+
+class MappedMemory:
+    """A peer's memory file, mapped here until the last window on it is gone."""
+
+    def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        mapped = mmap.mmap(
+            descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection
+        )
+        self.array: Bytes = np.frombuffer(mapped, dtype=np.uint8)
+
+
+class Window:
+    """What one key opens.
+
+    Attributes:
+        array: [nbytes] uint8 view of the peer's memory; read-only if the key is.
+        start: its address.
+    """
+
+    def __init__(self, memory: MappedMemory, offset: int, nbytes: int) -> None:
+        self.memory = memory
+        self.array: Bytes = memory.array[offset : offset + nbytes]
+        self.start = memory.array.ctypes.data + offset
+
+
+class Windows:
+    """The keys of one peer that are mapped here. Thread-safe.
+
+    Args:
+        fetch: asks the owner: (token, deadline) -> (descriptor, offset, nbytes).
+    """
+
+    def __init__(self, peer: str, *, fetch: Callable[[bytes, float], tuple[int, int, int]]) -> None:
+        self._peer = peer
+        self._fetch = fetch
+        self._windows: dict[bytes, Window] = {}
+        self._lock = threading.Lock()
+        # Keys of one memory share its mapping: the file's identity and whether it is writable.
+        self._memories: weakref.WeakValueDictionary[tuple[int, int, bool], MappedMemory] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def get(self, key: RegionKey, deadline: float) -> Window:
+        """Return the window of a key, mapping it at the first use.
+
+        Raises:
+            AccessRefused, PeerLost, TransferTimeout: the owner's answer, or none.
+        """
+        window = self._windows.get(key.token)
+        if window is not None:
+            return window
+        descriptor, offset, nbytes = self._fetch(key.token, deadline)
+        try:
+            with self._lock:
+                window = self._map(descriptor, key, offset, nbytes)
+                self._windows[key.token] = window
+                return window
+        finally:
+            os.close(descriptor)
+
+    def drop(self, token: bytes) -> None:
+        """Forget a withdrawn key."""
+        with self._lock:
+            self._windows.pop(token, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._windows.clear()
+
+    def _map(self, descriptor: int, key: RegionKey, offset: int, nbytes: int) -> Window:
+        status = os.fstat(descriptor)
+        # An unsealed file could be cut short under us, and touching it would kill this process.
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise AccessRefused(self._peer, "its memory is not sealed")
+        if nbytes != key.nbytes or not 0 <= offset <= offset + nbytes <= status.st_size:
+            raise AccessRefused(self._peer, f"window [{offset}, +{nbytes}) of {status.st_size}")
+        writable = Access.WRITE in key.access
+        identity = (status.st_dev, status.st_ino, writable)
+        memory = self._memories.get(identity)
+        if memory is None:
+            try:
+                memory = MappedMemory(descriptor, status.st_size, writable=writable)
+            except OSError as error:
+                raise AccessRefused(self._peer, f"mapping failed: {error}") from error
+            self._memories[identity] = memory
+        return Window(memory, offset, nbytes)

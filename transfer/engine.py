@@ -1,0 +1,453 @@
+"""`TransferEngine`: the whole package behind one object per process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+
+from configs.schema import TransferBackend, TransferConfig
+from transfer.errors import (
+    EngineClosed,
+    HandshakeRefused,
+    PeerLost,
+    PeerUnknown,
+    PeerUnreachable,
+)
+from transfer.event_loop import EventLoop
+from transfer.handle import Transfer
+from transfer.handshake import NAME_LENGTH_MAX
+from transfer.host import resolve
+from transfer.immediates import Wanted
+from transfer.links import Links, LostHandler, NotifyHandler
+from transfer.memory import Memory
+from transfer.operations import Mover, deadline_after
+from transfer.peer import LinkState, Peer, PeerLink, PeerTable
+from transfer.pieces import IntsLike, make_pieces
+from transfer.region import Access, OfferTable, Region, RegionKey, make_offer
+from transfer.rendezvous import DUPLICATE, Outcome, Rendezvous
+from transfer.statistics import Tally, TransferStatistics
+from transfer.wire import ControlKind, encode_control
+
+logger = logging.getLogger(__name__)
+
+# How long the connection of a simultaneous call may take before we call again.
+OTHER_CALL_S: Final = 0.2
+
+_engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
+
+
+class TransferEngine:
+    """Moves bytes between registered memory of this process and of its peers.
+
+    All methods are thread-safe. Between `open` and `close` one background thread accepts peers,
+    serves what they cannot do one-sidedly, and delivers notifies. A fork does not inherit an
+    engine: the child's copies of the descriptors are closed, so peers still see our death.
+
+    Args:
+        config: the knobs.
+        name: this incarnation, unique per process life; 1 to 64 characters.
+        secret: the cluster secret, equal in all processes.
+    """
+
+    def __init__(self, config: TransferConfig, *, name: str, secret: bytes) -> None:
+        if not 0 < len(name) <= NAME_LENGTH_MAX:
+            raise ValueError(f"a name has 1 to {NAME_LENGTH_MAX} characters, got {len(name)}")
+        if not secret:
+            raise ValueError("the cluster secret is empty")
+        self.name = name
+        self._config = config
+        self._tally = Tally()
+        self._table = PeerTable(name)
+        self._offers = OfferTable(name)
+        self._loop = EventLoop(name[:8], on_tick=self._on_tick)
+        self._links = Links(config, self._table, self._offers, self._tally, self._loop)
+        self._board = self._links.board
+        self._rendezvous = Rendezvous(
+            self._loop,
+            self._tally,
+            secret=secret,
+            name=name,
+            timeout_s=config.handshake_timeout_s,
+            standing=self._links.standing,
+            admit=self._links.admit,
+            install=self._links.install,
+        )
+        self._links.bind(self._rendezvous)
+        self._mover = Mover(name, self._table, self._offers, self._board, self._tally)
+        self._state = "new"
+
+    def open(self) -> Self:
+        """Listen, and start the thread.
+
+        Raises:
+            OSError: the host cannot be listened on.
+            EngineClosed: it was opened before.
+        """
+        if self._state != "new":
+            raise EngineClosed(f"an engine is opened once; this one is {self._state}")
+        self._state = "open"
+        backend = self._config.backend
+        self._rendezvous.listen(
+            self._config.host,
+            shared_memory=backend is not TransferBackend.TCP,
+            tcp=backend is not TransferBackend.SHARED_MEMORY,
+        )
+        self._board.open()
+        self._loop.start()
+        self._loop.call(self._rendezvous.start)
+        _engines.add(self)
+        return self
+
+    def close(self) -> None:
+        """Tell the peers, fail what is under way, free every thread, socket and mapping."""
+        if self._state != "open":
+            return
+        if self._loop.is_current:
+            raise RuntimeError("close() on the engine's own thread would wait for itself")
+        self._state = "closed"
+        error = EngineClosed("the transfer engine was closed")
+        if self._loop.failure is None:
+            self._loop.call(lambda: self._links.close("the engine was closed", error))
+            self._loop.call(self._rendezvous.close)
+            self._loop.stop()
+        else:
+            self._links.close("the engine failed", error)
+            self._rendezvous.close()
+            self._loop.stop()
+        self._board.close()
+        _engines.discard(self)
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """Where peers connect, "host:port". Known once open."""
+        return self._rendezvous.facts.address
+
+    # Memory ---------------------------------------------------------------------------------
+
+    def register(self, memory: Memory | torch.Tensor) -> Region:
+        """Let the engine use memory, which stays the caller's.
+
+        Args:
+            memory: a `Memory`, or a contiguous host tensor of any shape and type. Views of a
+                `Memory` are as shareable as the whole.
+
+        Raises:
+            ValueError: not contiguous, or not host memory.
+        """
+        return Region(memory)
+
+    def release(self, region: Region) -> None:
+        """Withdraw every key of a region; idempotent. The memory is not touched."""
+        for token, offer in self._offers.withdraw_region(region):
+            self._tell_withdrawn(token, offer.to)
+
+    def offer(
+        self,
+        region: Region,
+        *,
+        to: str,
+        access: Access,
+        offset: int = 0,
+        nbytes: int | None = None,
+    ) -> RegionKey:
+        """Give a named peer the right to a window of a region. The peer need not be connected.
+
+        What is offered for writing to a same-host peer is that incarnation's alone until its
+        process is known to be dead: nobody can unmap it over there.
+
+        Raises:
+            ValueError: the window is not inside the region, or `access` is empty.
+            PeerLost: the name is fenced.
+        """
+        offer = make_offer(region, to=to, access=access, offset=offset, nbytes=nbytes)
+        key = self._offers.add(offer)
+        if (evidence := self._table.fenced(to)) is not None:
+            self._offers.withdraw(key.token)
+            raise PeerLost(to, evidence)
+        return key
+
+    def withdraw(self, key: RegionKey) -> None:
+        """Make a key void; idempotent. After the return nothing lands under it over a socket.
+
+        A same-host peer is told, and forgets its mapping; until then it can still write.
+        """
+        offer = self._offers.withdraw(key.token)
+        if offer is not None:
+            self._tell_withdrawn(key.token, offer.to)
+
+    # Peers ----------------------------------------------------------------------------------
+
+    def connect(self, address: str, *, timeout_s: float | None = None) -> Peer:
+        """Connect to an engine, both sides proving the secret; idempotent.
+
+        Both sides know each other when it returns. Both may call at once.
+
+        Raises:
+            PeerUnreachable: nobody there, or not in time.
+            HandshakeRefused: wrong secret, a fenced name, no backend in common.
+        """
+        self._loop.check()
+        if self._loop.is_current:
+            raise RuntimeError("connect() on the engine's own thread would wait for itself")
+        deadline = deadline_after(timeout_s, self._config.handshake_timeout_s)
+        if address == self.address:
+            return self.peer(self.name)
+        target = resolve(address)
+        while True:
+            for link in self._table.links():
+                if link.alive and link.facts.address in (address, target):
+                    return self._public(link)
+            name = self._call(target, deadline)
+            if (found := self._await_link(name, deadline)) is not None:
+                return self._public(found)
+            if time.monotonic() >= deadline:
+                raise PeerUnreachable(address, "not connected in time", name)
+
+    def disconnect(self, name: str, *, reason: str) -> None:
+        """Fence a name: it is cut off, owns no key any more, and can never connect again.
+
+        After the return none of its bytes lands over a socket. What was offered to it through
+        shared memory must not be reused until its process is dead. `on_peer_lost` is not called.
+        """
+        self._table.fence(name, reason)
+        self._offers.withdraw_peer(name)
+        self._loop.ask(lambda: self._links.fence(name, reason))
+
+    def peer(self, name: str) -> Peer:
+        """Return a peer that is connected, or this process itself.
+
+        Raises:
+            PeerUnknown: no such peer, or it is gone.
+        """
+        if name == self.name:
+            return Peer(name, self.address, "local", lambda: self._state == "open")
+        link = self._table.get(name)
+        if link is None or link.state is not LinkState.READY:
+            raise PeerUnknown(name)
+        return self._public(link)
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Return the connected peers, in no order."""
+        return tuple(self._public(link) for link in self._table.links() if link.alive)
+
+    # Moving ---------------------------------------------------------------------------------
+
+    def write(
+        self,
+        peer: str | Peer,
+        source: Region,
+        target: RegionKey,
+        source_offsets: IntsLike,
+        target_offsets: IntsLike,
+        lengths: IntsLike,
+        *,
+        immediate: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Transfer:
+        """Write pieces of our region into a peer's window.
+
+        When the transfer has ended well, all bytes are in place. The immediate is counted at
+        the peer once they are, and exactly once. A write of zero bytes with an immediate is a
+        signal. Into mapped memory the copy is made before the call returns.
+
+        Args:
+            peer: the owner of `target`.
+            source: our region; must not change until the transfer has ended.
+            target: a key with the right to write.
+            source_offsets: [N] int64 bytes into the region, or one integer.
+            target_offsets: [N] int64 bytes into the window, or one integer.
+            lengths: [N] int64 bytes, or one integer for all.
+            immediate: uint32.
+            timeout_s: default `operation_timeout_s`.
+
+        Raises:
+            ValueError: the arguments do not fit our region.
+            PeerLost, PeerUnknown, AccessRefused, TransferTimeout: known at once; what becomes
+                known later is raised by the transfer.
+        """
+        deadline = deadline_after(timeout_s, self._config.operation_timeout_s)
+        pieces = make_pieces(source_offsets, target_offsets, lengths)
+        return self._mover.write(_name(peer), source, target, pieces, immediate, deadline)
+
+    def read(
+        self,
+        peer: str | Peer,
+        target: Region,
+        source: RegionKey,
+        target_offsets: IntsLike,
+        source_offsets: IntsLike,
+        lengths: IntsLike,
+        *,
+        timeout_s: float | None = None,
+    ) -> Transfer:
+        """Read pieces of a peer's window into our region. As `write`, in the other direction."""
+        deadline = deadline_after(timeout_s, self._config.operation_timeout_s)
+        pieces = make_pieces(source_offsets, target_offsets, lengths)
+        return self._mover.read(_name(peer), target, source, pieces, deadline)
+
+    def notify(self, peer: str | Peer, payload: bytes) -> None:
+        """Send a small message to the peer's `on_notify` handlers.
+
+        Reliable and in order per peer while the connection lives; not ordered against writes.
+
+        Raises:
+            ValueError: larger than `notify_bytes_max`.
+            TransferTimeout: the peer does not take what was sent before.
+            PeerLost, PeerUnknown: nobody there.
+        """
+        name = _name(peer)
+        if len(payload) > self._config.notify_bytes_max:
+            raise ValueError(f"{len(payload)} bytes exceed {self._config.notify_bytes_max}")
+        if name == self.name:
+            self._loop.check()
+            self._loop.call(lambda: self._links.deliver(name, bytes(payload)))
+            return
+        link = self._table.ready(name)
+        started = time.monotonic()
+        # The engine's own thread must not wait for room that only it can make.
+        limit = 0.0 if self._loop.is_current else self._config.operation_timeout_s
+        frame = encode_control(ControlKind.NOTIFY, bytes(payload))
+        if not link.control.send(frame, deadline=started + limit):
+            self._table.ready(name)
+            raise Transfer(
+                peer=name, operation="notify", backend=link.backend, nbytes=len(payload),
+                deadline=started + limit,
+            ).timed_out()  # fmt: skip
+
+    def on_notify(self, handler: NotifyHandler) -> None:
+        """Call `handler(peer, payload)` for each notify, on the engine's thread. Before `open`."""
+        self._links.notify_handlers.append(handler)
+
+    def on_peer_lost(self, handler: LostHandler) -> None:
+        """Call `handler(peer, evidence)` once per lost peer, on the engine's thread."""
+        self._links.lost_handlers.append(handler)
+
+    # Immediates -----------------------------------------------------------------------------
+
+    def expect(self, wanted: Wanted, *, timeout_s: float) -> None:
+        """Wait until every (peer, immediate) has been counted so often, then take that off.
+
+        All or nothing: what raises consumes nothing.
+
+        Raises:
+            PeerLost: a peer that still owes something is gone.
+            ImmediateTimeout: not in time.
+            Interrupted: `interrupt` holds.
+        """
+        self._board.expect(wanted, time.monotonic() + timeout_s)
+
+    def arrived(self, wanted: Wanted) -> bool:
+        """Whether `expect` would return at once. Nothing is consumed. Raises `Interrupted`."""
+        return self._board.arrived(wanted)
+
+    def wait_any(self, keys: Iterable[tuple[str, int]], *, timeout_s: float) -> bool:
+        """Wait until one of the immediates has been counted; nothing is consumed.
+
+        Returns:
+            False at the timeout, or after `wake`.
+
+        Raises:
+            Interrupted: `interrupt` holds.
+        """
+        return self._board.wait_any(keys, time.monotonic() + timeout_s)
+
+    def wake(self) -> None:
+        """Make a `wait_any` in progress, or the next one, return."""
+        self._board.wake()
+
+    def interrupt(self, reason: str) -> None:
+        """Make every `expect` and `wait_any`, present and future, raise until `resume`."""
+        self._board.interrupt(reason)
+
+    def resume(self) -> None:
+        """End `interrupt`."""
+        self._board.resume()
+
+    def statistics(self) -> TransferStatistics:
+        """Return what was done so far."""
+        return self._tally.snapshot(
+            immediates_received=self._board.num_received,
+            peers=sum(link.alive for link in self._table.links()),
+            offers=len(self._offers),
+        )
+
+    def _on_tick(self, now: float) -> None:
+        self._rendezvous.expire(now)
+        self._links.expire(now)
+        # Nobody may be waiting for immediates for long: keep the peers' sockets from filling.
+        self._board.drain()
+
+    def _call(self, target: str, deadline: float) -> str:
+        """Call once; return the name of who is or will be connected."""
+        future: Future[Outcome] = Future()
+        self._loop.call(lambda: self._links.dial(target, future.set_result))
+        try:
+            outcome = future.result(max(deadline - time.monotonic(), 0.0))
+        except TimeoutError:
+            raise PeerUnreachable(target, "not connected in time") from None
+        if isinstance(outcome, HandshakeRefused):
+            if outcome.reason != DUPLICATE:
+                raise outcome
+            deadline = min(deadline, time.monotonic() + OTHER_CALL_S)
+            return outcome.peer
+        return outcome.name
+
+    def _await_link(self, name: str, deadline: float) -> PeerLink | None:
+        limit = min(deadline, time.monotonic() + OTHER_CALL_S)
+        while time.monotonic() < limit:
+            link = self._table.get(name)
+            if link is None:
+                time.sleep(0.002)
+            elif link.settled.wait(max(deadline - time.monotonic(), 0.0)):
+                return link if link.alive else None
+        return None
+
+    def _tell_withdrawn(self, token: bytes, name: str) -> None:
+        link = self._table.get(name)
+        if link is not None:
+            link.control.send(encode_control(ControlKind.WITHDRAWN, token))
+
+    def _public(self, link: PeerLink) -> Peer:
+        return Peer(link.name, link.facts.address, link.backend, lambda: link.alive)
+
+    def _abandon(self) -> None:
+        """In a forked child: close our copies of the descriptors, touching no lock."""
+        self._state = "forked"
+        self._loop.failure = EngineClosed("the engine belongs to the parent process")
+        self._rendezvous.abandon()
+        for link in self._table.links():
+            link.abandon()
+        self._board.abandon()
+        self._loop.abandon()
+
+
+def _name(peer: str | Peer) -> str:
+    return peer if isinstance(peer, str) else peer.name
+
+
+def _abandon_all() -> None:
+    for engine in list(_engines):
+        engine._abandon()
+    _engines.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

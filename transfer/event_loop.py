@@ -1,0 +1,151 @@
+"""The engine's one background thread: an epoll loop with a few handlers and a tick.
+
+Handlers must be short and never block. A handler that raises ends the thread: that is a bug in
+this package, and the next call of the engine raises `EngineClosed` with the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final, TypeVar
+
+from transfer.errors import EngineClosed
+
+logger = logging.getLogger(__name__)
+
+TICK_S: Final = 0.02
+JOIN_S: Final = 5.0
+READABLE: Final = select.EPOLLIN
+WRITABLE: Final = select.EPOLLOUT
+
+T = TypeVar("T")
+
+
+class EventLoop:
+    """Runs handlers on its own thread. `call`, `ask` and `change` may be called from any thread.
+
+    Attributes:
+        failure: what ended the thread, None while it is well.
+    """
+
+    def __init__(self, name: str, *, on_tick: Callable[[float], None]) -> None:
+        self._on_tick = on_tick
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._thread = threading.Thread(target=self._run, name=f"transfer-{name}", daemon=True)
+        self._stopping = False
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._epoll = select.epoll()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wakeup, READABLE)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the calls that are queued, and free the descriptors."""
+        self._stopping = True
+        self._wake()
+        self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            logger.error("the transfer thread did not end within %s s", JOIN_S)
+            return
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the descriptors without a word: the end of `stop`, and the way out after a fork."""
+        self._epoll.close()
+        os.close(self._wakeup)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on this loop's thread."""
+        return threading.current_thread() is self._thread
+
+    def check(self) -> None:
+        """Raise `EngineClosed` if the thread is not running."""
+        if self.failure is not None:
+            raise EngineClosed("the transfer thread failed") from self.failure
+        if self._stopping or not self._thread.is_alive():
+            raise EngineClosed("the transfer engine is not open")
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run `function` soon on the thread."""
+        self._calls.append(function)
+        self._wake()
+
+    def ask(self, function: Callable[[], T], timeout_s: float = JOIN_S) -> T:
+        """Run `function` on the thread and return its result; runs at once on the thread itself.
+
+        Raises:
+            EngineClosed: the thread is gone.
+            TimeoutError: no answer in time.
+        """
+        if self.is_current:
+            return function()
+        self.check()
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                result = function()
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                future.set_result(result)
+
+        self.call(answer)
+        return future.result(timeout_s)
+
+    def watch(self, sock: socket.socket, handler: Callable[[int], None], events: int) -> None:
+        """Call `handler(events)` whenever the socket is ready. Level-triggered."""
+        self._handlers[sock.fileno()] = handler
+        self._epoll.register(sock.fileno(), events)
+
+    def change(self, sock: socket.socket, events: int) -> None:
+        """Wait for other events. A socket that is not watched (any more) is ignored."""
+        if sock.fileno() in self._handlers:
+            self._epoll.modify(sock.fileno(), events)
+
+    def unwatch(self, sock: socket.socket) -> None:
+        """Forget a socket. Call it before the socket is closed; idempotent."""
+        if self._handlers.pop(sock.fileno(), None) is not None:
+            self._epoll.unregister(sock.fileno())
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wakeup, 1)
+
+    def _run(self) -> None:
+        try:
+            next_tick = time.monotonic() + TICK_S
+            while not self._stopping or self._calls:
+                self._turn(max(next_tick - time.monotonic(), 0.0))
+                now = time.monotonic()
+                if now >= next_tick:
+                    self._on_tick(now)
+                    next_tick = now + TICK_S
+        except BaseException as error:
+            self.failure = error
+            logger.exception("the transfer thread failed")
+            raise
+
+    def _turn(self, timeout_s: float) -> None:
+        for fd, events in self._epoll.poll(timeout_s):
+            if fd == self._wakeup:
+                os.eventfd_read(self._wakeup)
+            elif (handler := self._handlers.get(fd)) is not None:
+                handler(events)
+        # Only what is queued now: calls that queue calls must not starve the sockets.
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()

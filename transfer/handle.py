@@ -1,0 +1,110 @@
+"""The handle of one write or read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Final
+
+from transfer.errors import TransferError, TransferTimeout
+
+# A deadline is enforced by the engine's thread; whoever waits gives it this long to do so.
+GRACE_S: Final = 1.0
+
+
+class Transfer:
+    """One write or read that was handed to the engine. Thread-safe, awaitable.
+
+    Attributes:
+        peer: the other side.
+        operation: "write", "read" or "map".
+        backend: "shared_memory", "tcp" or "local".
+        nbytes: bytes to move.
+        bytes_moved: bytes known to be in place.
+        attempts: how often the most unlucky slice was sent.
+    """
+
+    def __init__(
+        self, *, peer: str, operation: str, backend: str, nbytes: int, deadline: float
+    ) -> None:
+        self.peer = peer
+        self.operation = operation
+        self.backend = backend
+        self.nbytes = nbytes
+        self.bytes_moved = 0
+        self.attempts = 1
+        self.deadline = deadline
+        self.started = time.monotonic()
+        self._error: TransferError | None = None
+        self._finished = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], object]] = []
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the engine took it."""
+        return time.monotonic() - self.started
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._finished.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended; by default until the operation's own deadline.
+
+        Raises:
+            TransferTimeout: not ended in time. If `timeout_s` was shorter than the operation's
+                deadline, the operation goes on.
+            PeerLost, AccessRefused, TransferTimeout: how it ended.
+        """
+        if timeout_s is None:
+            timeout_s = max(self.deadline - time.monotonic(), 0.0) + GRACE_S
+        if not self._finished.wait(timeout_s):
+            raise self.timed_out()
+        if self._error is not None:
+            raise self._error
+
+    def __await__(self) -> Generator[object, None, None]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def resolve() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self.when_done(lambda: loop.call_soon_threadsafe(resolve))
+        yield from future
+        self.wait(0.0)
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once it has ended: at once if it has, else on the engine's thread."""
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def finish(self, error: TransferError | None = None) -> bool:
+        """End it; False if it had ended before. For the engine."""
+        with self._lock:
+            if self._finished.is_set():
+                return False
+            self._error = error
+            self._finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+        return True
+
+    def timed_out(self) -> TransferTimeout:
+        """Describe it as not finished in time. For the engine."""
+        return TransferTimeout(
+            self.peer,
+            self.operation,
+            backend=self.backend,
+            attempts=self.attempts,
+            bytes_moved=self.bytes_moved,
+            elapsed_s=self.elapsed_s,
+        )

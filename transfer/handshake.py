@@ -1,0 +1,301 @@
+"""Mutual proof of the cluster secret, before anything else is said. Pure: bytes in, bytes out.
+
+    dialer                                        acceptor
+      | -- Hello(version, purpose, name, nonce) ---> |
+      | <------------- Challenge(name, nonce) ------ |
+      | -- Proof(mac) -----------------------------> |   wrong: closed without a word
+      | <------- Accept(mac, facts) or Refuse(why) - |   wrong mac: the dialer hangs up
+      | -- Confirm(facts) -------------------------> |
+      | <------------------------------ Ready(mac) - |   the connection is installed over there
+
+Each mac is HMAC-SHA256 under a key derived from the secret, over a label and the transcript
+(version, purpose, both names, both nonces). The label differs by direction and step, so no mac
+can be sent back to its author (reflection) or used again in another place or conversation.
+Before the other side's proof only random names and nonces are told. What follows the handshake
+is not encrypted: it keeps strangers out, it does not hide traffic from the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from transfer.errors import HandshakeRefused, ProtocolViolation
+
+VERSION: Final = 1
+NONCE_BYTES: Final = 32
+MESSAGE_BYTES_MAX: Final = 2048
+NAME_LENGTH_MAX: Final = 64
+LENGTH_BYTES: Final = 2
+
+
+class Purpose(StrEnum):
+    """What a connection is for."""
+
+    CONTROL = "control"
+    SIGNAL = "signal"
+    DATA = "data"
+
+
+class Facts(msgspec.Struct, frozen=True, array_like=True):
+    """What each side tells about itself once the other has proved itself.
+
+    Attributes:
+        address: "host:port" of its listener.
+        host: identity of its kernel and network namespace; equal = same host.
+        local_socket: name of its abstract unix socket.
+        shared_memory: whether it is willing to share memory.
+        tcp: whether it is willing to talk tcp.
+    """
+
+    address: str
+    host: str
+    local_socket: str
+    shared_memory: bool
+    tcp: bool
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Opens the conversation."""
+
+    version: int
+    purpose: Purpose
+    name: str
+    nonce: bytes
+
+
+class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The acceptor's half of the transcript."""
+
+    name: str
+    nonce: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The dialer knows the secret."""
+
+    mac: bytes
+
+
+class Accept(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The acceptor knows the secret too, and agrees."""
+
+    mac: bytes
+    facts: bytes
+
+
+class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The acceptor knows the secret, and does not want this connection."""
+
+    mac: bytes
+    reason: str
+
+
+class Confirm(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The dialer's facts."""
+
+    mac: bytes
+    facts: bytes
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The acceptor has installed the connection."""
+
+    mac: bytes
+
+
+Message = Hello | Challenge | Proof | Accept | Refuse | Confirm | Ready
+Admission = Callable[[Purpose, str], str | None]
+
+_decoder: Final = msgspec.msgpack.Decoder(Message)
+_facts_decoder: Final = msgspec.msgpack.Decoder(Facts)
+
+
+def _frame(message: Message) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def parse_message(body: bytes) -> Message:
+    """Decode one message.
+
+    Raises:
+        ProtocolViolation: it is none.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolViolation(f"handshake message: {error}") from error
+
+
+class Handshake:
+    """One side of one handshake. Feed it exactly `needed` bytes at a time.
+
+    Attributes:
+        done: the other side is authenticated, and told its facts.
+        peer_name: its name ("" until told).
+        peer_facts: its facts, once `done`.
+        purpose: what the connection is for.
+    """
+
+    def __init__(self, *, secret: bytes, name: str, facts: Facts, admit: Admission) -> None:
+        self._key = hmac.digest(secret, b"moe-runtime transfer handshake", hashlib.sha256)
+        self._name = name
+        self._facts = msgspec.msgpack.encode(facts)
+        self._admit = admit
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._transcript = b""
+        self._buffer = b""
+        self.done = False
+        self.peer_name = ""
+        self.peer_facts: Facts | None = None
+        self.purpose: Purpose = Purpose.CONTROL
+
+    @property
+    def needed(self) -> int:
+        """How many bytes to read next, never beyond the current message."""
+        if len(self._buffer) < LENGTH_BYTES:
+            return LENGTH_BYTES - len(self._buffer)
+        return LENGTH_BYTES + self._body_bytes() - len(self._buffer)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take at most `needed` bytes; return the bytes to send.
+
+        Raises:
+            ProtocolViolation: these are no such messages.
+            HandshakeRefused: the other side failed to prove itself, or refused, or was refused.
+        """
+        assert len(data) <= self.needed, "bytes behind the current message belong to its reader"
+        self._buffer += data
+        if len(self._buffer) < LENGTH_BYTES:
+            return b""
+        if not 0 < self._body_bytes() <= MESSAGE_BYTES_MAX:
+            raise ProtocolViolation(f"handshake message of {self._body_bytes()} bytes")
+        if self.needed:
+            return b""
+        message, self._buffer = parse_message(self._buffer[LENGTH_BYTES:]), b""
+        return self._step(message)
+
+    def _step(self, message: Message) -> bytes:
+        raise NotImplementedError
+
+    def _body_bytes(self) -> int:
+        return int.from_bytes(self._buffer[:LENGTH_BYTES], "big")
+
+    def _mac(self, label: str, content: bytes = b"") -> bytes:
+        assert self._transcript, "a mac always covers both names and nonces"
+        signed = label.encode() + b"\0" + self._transcript + content
+        return hmac.digest(self._key, signed, hashlib.sha256)
+
+    def _check(self, mac: bytes, label: str, content: bytes = b"") -> None:
+        if not hmac.compare_digest(mac, self._mac(label, content)):
+            raise HandshakeRefused("", f"wrong {label}: another cluster secret?")
+
+    def _fix_transcript(self, dialer: tuple[str, bytes], acceptor: tuple[str, bytes]) -> None:
+        # Each field with its length, so no two conversations share a transcript.
+        fields = (str(VERSION).encode(), self.purpose.encode(), dialer[0].encode(), dialer[1],
+                  acceptor[0].encode(), acceptor[1])  # fmt: skip
+        self._transcript = b"".join(len(f).to_bytes(4, "big") + f for f in fields)
+
+    def _learn(self, name: str, nonce: bytes) -> None:
+        if not 0 < len(name) <= NAME_LENGTH_MAX or len(nonce) != NONCE_BYTES:
+            raise ProtocolViolation("handshake: a name or nonce of the wrong length")
+        self.peer_name = name
+
+    def _take_facts(self, facts: bytes) -> None:
+        try:
+            self.peer_facts = _facts_decoder.decode(facts)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ProtocolViolation(f"handshake facts: {error}") from error
+
+
+class DialerHandshake(Handshake):
+    """The side that called."""
+
+    def start(self, purpose: Purpose) -> bytes:
+        """Return the first bytes to send."""
+        self.purpose = purpose
+        return _frame(Hello(VERSION, purpose, self._name, self._nonce))
+
+    def _step(self, message: Message) -> bytes:
+        match message:
+            case Challenge() if not self._transcript:
+                return self._prove(message)
+            case Refuse() if self._transcript and self.peer_facts is None:
+                self._check(message.mac, "refusal", message.reason.encode())
+                raise HandshakeRefused("", message.reason)
+            case Accept() if self._transcript and self.peer_facts is None:
+                self._check(message.mac, "acceptor proof", message.facts)
+                self._take_facts(message.facts)
+                return _frame(Confirm(self._mac("dialer facts", self._facts), self._facts))
+            case Ready() if self.peer_facts is not None and not self.done:
+                self._check(message.mac, "ready")
+                self.done = True
+                return b""
+            case _:
+                raise ProtocolViolation(f"handshake: {type(message).__name__} out of turn")
+
+    def _prove(self, message: Challenge) -> bytes:
+        self._learn(message.name, message.nonce)
+        if (reason := self._admit(self.purpose, message.name)) is not None:
+            raise HandshakeRefused("", reason)
+        self._fix_transcript((self._name, self._nonce), (message.name, message.nonce))
+        return _frame(Proof(self._mac("dialer proof")))
+
+
+class AcceptorHandshake(Handshake):
+    """The side that was called.
+
+    After `done`, install the connection, then send `ready()`.
+
+    Attributes:
+        refused: why the dialer was refused after its proof; the shell sends and closes.
+    """
+
+    refused: str | None = None
+    _proved = False
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the dialer has proved itself and was told to go on."""
+        return self._proved and self.refused is None
+
+    def ready(self) -> bytes:
+        """Return the last message: the connection is installed here."""
+        assert self.done
+        return _frame(Ready(self._mac("ready")))
+
+    def _step(self, message: Message) -> bytes:
+        match message:
+            case Hello() if not self.peer_name:
+                if message.version != VERSION:
+                    raise ProtocolViolation(f"handshake version {message.version}, not {VERSION}")
+                self._learn(message.name, message.nonce)
+                self.purpose = message.purpose
+                self._fix_transcript((message.name, message.nonce), (self._name, self._nonce))
+                return _frame(Challenge(self._name, self._nonce))
+            case Proof() if self._transcript and not self._proved:
+                self._check(message.mac, "dialer proof")
+                answer = self._answer()
+                self._proved = True
+                return answer
+            case Confirm() if self._proved and self.refused is None and not self.done:
+                self._check(message.mac, "dialer facts", message.facts)
+                self._take_facts(message.facts)
+                self.done = True
+                return b""
+            case _:
+                raise ProtocolViolation(f"handshake: {type(message).__name__} out of turn")
+
+    def _answer(self) -> bytes:
+        self.refused = self._admit(self.purpose, self.peer_name)
+        if self.refused is not None:
+            reason = self.refused
+            return _frame(Refuse(self._mac("refusal", reason.encode()), reason))
+        return _frame(Accept(self._mac("acceptor proof", self._facts), self._facts))

@@ -1,0 +1,346 @@
+"""The life of links: made of greeted connections, fed with control frames, ended with evidence.
+
+Runs on the engine's thread unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from configs.schema import TransferConfig
+from transfer.backends.service import ServiceConnection, ServiceContext
+from transfer.backends.shared_memory import Windows
+from transfer.backends.tcp import Operation, RequestQueue
+from transfer.errors import HandshakeRefused, PeerLost, ProtocolViolation, TransferError
+from transfer.event_loop import EventLoop
+from transfer.handle import Transfer
+from transfer.handshake import Facts, Purpose
+from transfer.immediates import ImmediateBoard
+from transfer.peer import LinkState, PeerLink, PeerTable
+from transfer.pieces import Pieces, make_pieces
+from transfer.region import OfferTable
+from transfer.rendezvous import Greeted, Outcome, Rendezvous
+from transfer.signals import SignalChannel
+from transfer.statistics import Tally
+from transfer.stream import Stream
+from transfer.wire import ControlKind, ControlParser, RequestKind, encode_control
+
+logger = logging.getLogger(__name__)
+
+RECEIVE_BYTES: Final = 256 << 10
+SERVING_MAX: Final = 64
+# A peer whose machine vanished is found out after about this long, without any traffic.
+KEEPALIVE: Final = {
+    socket.TCP_KEEPIDLE: 5,
+    socket.TCP_KEEPINTVL: 2,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 10_000,
+}
+
+NotifyHandler = Callable[[str, bytes], None]
+LostHandler = Callable[[str, str], None]
+
+
+class Links:
+    """Makes, feeds and ends the links of an engine."""
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        table: PeerTable,
+        offers: OfferTable,
+        tally: Tally,
+        loop: EventLoop,
+    ) -> None:
+        self._config = config
+        self._table = table
+        self._offers = offers
+        self._tally = tally
+        self._loop = loop
+        self.board = ImmediateBoard(lost=table.lost, on_signal_lost=self._on_signal_lost)
+        self._service = ServiceContext(loop=loop, offers=offers, board=self.board, tally=tally)
+        self.notify_handlers: list[NotifyHandler] = []
+        self.lost_handlers: list[LostHandler] = []
+
+    def bind(self, rendezvous: Rendezvous) -> None:
+        """Tell where connections come from."""
+        self._rendezvous = rendezvous
+
+    def admit(self, purpose: Purpose, name: str) -> str | None:
+        """Say why a caller is not wanted; None if it is."""
+        if (reason := self._table.fenced(name)) is not None:
+            return reason
+        if purpose is Purpose.CONTROL:
+            return None
+        link = self._table.get(name)
+        if link is None or link.evidence is not None:
+            return "no control connection"
+        if purpose is Purpose.SIGNAL and link.signal is not None:
+            return "a signal connection stands already"
+        if purpose is Purpose.DATA and len(link.serving) >= SERVING_MAX:
+            return f"more than {SERVING_MAX} data connections"
+        return None
+
+    def standing(self, name: str) -> bool:
+        """Whether a control connection with this name stands."""
+        link = self._table.get(name)
+        return link is not None and link.evidence is None
+
+    def install(self, greeted: Greeted) -> None:
+        """Take over a connection that a peer has made."""
+        if greeted.purpose is Purpose.CONTROL:
+            link = self._make_link(greeted)
+            if link is not None and link.backend == "tcp":
+                link.become_ready()
+            return
+        link = self._table.get(greeted.name)
+        if link is None or link.evidence is not None:
+            Stream.discard(greeted.sock)
+        elif greeted.purpose is Purpose.SIGNAL:
+            self._attach_signal(link, greeted.sock)
+        else:
+            self._serve(link, greeted.sock)
+
+    def dial(self, address: str, on_outcome: Callable[[Outcome], None]) -> None:
+        """Make a control connection, and what belongs to it."""
+
+        def dialed(outcome: Outcome) -> None:
+            if isinstance(outcome, Greeted):
+                link = self._make_link(outcome)
+                if link is None:
+                    outcome = HandshakeRefused(address, "no backend in common", outcome.name)
+                elif link.backend == "tcp":
+                    link.become_ready()
+                else:
+                    self._dial_signal(link)
+            on_outcome(outcome)
+
+        self._rendezvous.dial(address, Purpose.CONTROL, name=None, on_outcome=dialed)
+
+    def lose(self, link: PeerLink, evidence: str, *, fenced: bool = False) -> None:
+        """End a link; idempotent. What the peer completed before its end still counts."""
+        if link.state is LinkState.LOST:
+            return
+        if not fenced:
+            self._read_to_the_end(link)
+        was_ready = link.state is LinkState.READY
+        if not link.become_lost(evidence):
+            return
+        evidence = link.evidence or evidence
+        logger.info("peer %s lost: %s", link.name, evidence)
+        self._table.remove(link)
+        self.board.notify()
+        self._close(link, PeerLost(link.name, evidence))
+        if was_ready and not fenced:
+            for handler in self.lost_handlers:
+                self._run_handler(lambda h=handler: h(link.name, evidence))  # type: ignore[misc]
+
+    def fence(self, name: str, reason: str) -> None:
+        """End the link of a fenced name and forget its counts."""
+        link = self._table.get(name)
+        if link is not None:
+            self.lose(link, f"fenced: {reason}", fenced=True)
+        self.board.drop(name)
+        self.board.notify()
+
+    def close(self, reason: str, error: TransferError) -> None:
+        """Say goodbye to everybody and close all connections."""
+        for link in self._table.links():
+            link.control.send(encode_control(ControlKind.GOODBYE, reason.encode()))
+            link.become_lost(f"closed here: {reason}")
+            self._table.remove(link)
+            self._close(link, error)
+
+    def expire(self, now: float) -> None:
+        """Fail operations that are beyond their deadlines. At every tick."""
+        for link in self._table.links():
+            link.requests.expire(now)
+
+    def deliver(self, name: str, payload: bytes) -> None:
+        """Give a notify to the handlers."""
+        self._tally.count("notifies_received")
+        for handler in self.notify_handlers:
+            self._run_handler(lambda h=handler: h(name, payload))  # type: ignore[misc]
+
+    def _backend(self, facts: Facts) -> str | None:
+        own = self._rendezvous.facts
+        if own.shared_memory and facts.shared_memory and own.host == facts.host:
+            return "shared_memory"
+        return "tcp" if own.tcp and facts.tcp else None
+
+    def _make_link(self, greeted: Greeted) -> PeerLink | None:
+        backend = self._backend(greeted.facts)
+        if backend is None or self._table.fenced(greeted.name) or self.standing(greeted.name):
+            Stream.discard(greeted.sock)
+            return None
+        stale = self._table.get(greeted.name)
+        if stale is not None:
+            self.lose(stale, stale.evidence or "replaced")
+        _keep_alive(greeted.sock)
+        name = greeted.name
+        requests = RequestQueue(
+            name,
+            self._loop,
+            self._tally,
+            num_connections=self._config.tcp_connections,
+            dial=lambda done: self._dial_data(name, done),
+        )
+        parser = ControlParser(self._config.notify_bytes_max)
+        control = Stream(
+            greeted.sock,
+            self._loop,
+            on_readable=lambda: self._read_control(link, parser),
+            on_broken=lambda evidence: self.lose(link, f"control connection {evidence}"),
+            outbox_bytes_max=self._config.notify_bytes_max,
+        )
+        link = PeerLink(
+            name,
+            greeted.facts,
+            backend,
+            control=control,
+            requests=requests,
+            windows=Windows(name, fetch=lambda token, end: fetch_place(requests, name, token, end)),
+        )
+        self.board.drop(name)
+        self._table.add(link)
+        control.open()
+        return link
+
+    def _dial_signal(self, link: PeerLink) -> None:
+        def dialed(outcome: Outcome) -> None:
+            if isinstance(outcome, HandshakeRefused):
+                self.lose(link, f"no signal connection: {outcome.reason}")
+            elif link.state is LinkState.CONNECTING:
+                self._attach_signal(link, outcome.sock)
+            else:
+                Stream.discard(outcome.sock)
+
+        target = f"@{link.facts.local_socket}"
+        self._rendezvous.dial(target, Purpose.SIGNAL, name=link.name, on_outcome=dialed)
+
+    def _dial_data(self, name: str, done: Callable[[socket.socket | None], None]) -> None:
+        link = self._table.get(name)
+        if link is None or link.evidence is not None:
+            done(None)
+            return
+
+        def dialed(outcome: Outcome) -> None:
+            if isinstance(outcome, HandshakeRefused):
+                logger.debug("no data connection to %s: %s", name, outcome.reason)
+            done(outcome.sock if isinstance(outcome, Greeted) else None)
+
+        facts = link.facts
+        target = facts.address if link.backend == "tcp" else f"@{facts.local_socket}"
+        self._rendezvous.dial(target, Purpose.DATA, name=name, on_outcome=dialed)
+
+    def _attach_signal(self, link: PeerLink, sock: socket.socket) -> None:
+        link.signal = SignalChannel(sock, link.name)
+        self.board.poll.add(link.signal)
+        link.become_ready()
+
+    def _serve(self, link: PeerLink, sock: socket.socket) -> None:
+        connection = ServiceConnection(
+            sock,
+            link.name,
+            self._service,
+            writes=link.incoming,
+            on_closed=link.serving.discard,
+        )
+        link.serving.add(connection)
+        connection.stream.open()
+
+    def _read_control(self, link: PeerLink, parser: ControlParser) -> None:
+        try:
+            data = link.control.sock.recv(RECEIVE_BYTES)
+            if not data:
+                link.control.broken("closed by the other side")
+                return
+            frames = parser.feed(data)
+        except BlockingIOError:
+            return
+        except ProtocolViolation as error:
+            self._tally.count("malformed")
+            link.control.broken(f"carried nonsense: {error.problem}")
+            return
+        except OSError as error:
+            link.control.broken(f"broke: {error.strerror or error}")
+            return
+        for kind, content in frames:
+            self._on_frame(link, kind, content)
+
+    def _on_frame(self, link: PeerLink, kind: ControlKind, content: bytes) -> None:
+        if self._table.fenced(link.name) is not None:
+            return  # a handler has fenced it between two frames
+        if kind is ControlKind.NOTIFY:
+            self.deliver(link.name, content)
+        elif kind is ControlKind.WITHDRAWN:
+            link.windows.drop(content)
+        else:
+            self.lose(link, f"closed by the peer: {content.decode(errors='replace')[:200]}")
+
+    def _read_to_the_end(self, link: PeerLink) -> None:
+        if link.signal is not None:
+            self.board.drain_channel(link.signal)
+
+    def _on_signal_lost(self, channel: SignalChannel, evidence: str) -> None:
+        """Any thread: the thread that waits is the first to know."""
+        link = self._table.get(channel.peer)
+        if link is not None and link.signal is channel:
+            link.evidence = link.evidence or f"signal connection broke: {evidence}"
+            self._loop.call(lambda: self.lose(link, evidence))
+
+    def _close(self, link: PeerLink, error: TransferError) -> None:
+        link.control.close()
+        link.requests.close(error)
+        link.windows.clear()
+        for connection in list(link.serving):
+            connection.stream.close()
+        link.serving.clear()
+        if link.signal is not None:
+            self.board.poll.remove(link.signal)
+            link.signal.close()
+
+    def _run_handler(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            # The user's bug must not end everybody's transfers; it is theirs to see in the log.
+            logger.exception("a handler of transfer events raised")
+
+
+def fetch_place(
+    requests: RequestQueue, peer: str, token: bytes, deadline: float
+) -> tuple[int, int, int]:
+    """Ask a peer for the memory behind a key; waits. Any thread but the engine's.
+
+    Returns:
+        Descriptor (the caller's), offset and size of the window.
+
+    Raises:
+        AccessRefused, RegionUnknown, PeerLost, TransferTimeout: the answer, or none.
+    """
+    empty: Pieces = make_pieces([], [], [])
+    operation = Operation(
+        kind=RequestKind.MAP,
+        handle=Transfer(
+            peer=peer, operation="map", backend="shared_memory", nbytes=0, deadline=deadline
+        ),
+        token=token,
+        region=None,
+        slices=[empty],
+        immediate=None,
+    )
+    requests.submit(operation)
+    operation.handle.wait()
+    assert operation.place is not None
+    return operation.place
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)

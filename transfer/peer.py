@@ -1,0 +1,181 @@
+"""A peer as the user sees it, and the link behind it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from transfer.backends.service import IncomingWrites, ServiceConnection
+from transfer.backends.shared_memory import Windows
+from transfer.backends.tcp import RequestQueue
+from transfer.errors import PeerLost, PeerUnknown
+from transfer.handshake import Facts
+from transfer.signals import SignalChannel
+from transfer.stream import Stream
+
+# Incarnations that were lost without being fenced, remembered for their evidence.
+DEPARTED_MAX = 4096
+
+
+class LinkState(Enum):
+    """Life of a link: its control connection stands, its peer can be used, it is over."""
+
+    CONNECTING = auto()
+    READY = auto()
+    LOST = auto()
+
+
+class PeerLink:
+    """All connections with one peer. Changed on the engine's thread only, except `evidence`.
+
+    Attributes:
+        evidence: why it was lost, None while it is well. Set once, from any thread.
+        settled: set when the link is ready, or lost before it was.
+        serving: connections on which the peer makes requests.
+        incoming: which of the peer's writes are in place here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        facts: Facts,
+        backend: str,
+        *,
+        control: Stream,
+        requests: RequestQueue,
+        windows: Windows,
+    ) -> None:
+        self.name = name
+        self.facts = facts
+        self.backend = backend
+        self.control = control
+        self.requests = requests
+        self.windows = windows
+        self.signal: SignalChannel | None = None
+        self.serving: set[ServiceConnection] = set()
+        self.incoming = IncomingWrites()
+        self.state = LinkState.CONNECTING
+        self.evidence: str | None = None
+        self.settled = threading.Event()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is ready, and nothing speaks against it."""
+        return self.state is LinkState.READY and self.evidence is None
+
+    def abandon(self) -> None:
+        """Close the descriptors only: the way out after a fork."""
+        for stream in [self.control, *(c.stream for c in self.serving), *self.requests.streams()]:
+            stream.sock.close()
+        if self.signal is not None:
+            self.signal.sock.close()
+
+    def become_ready(self) -> None:
+        """All connections that the backend needs stand."""
+        assert self.state is LinkState.CONNECTING
+        self.state = LinkState.READY
+        self.settled.set()
+
+    def become_lost(self, evidence: str) -> bool:
+        """End the link; False if it had ended before."""
+        if self.state is LinkState.LOST:
+            return False
+        self.state = LinkState.LOST
+        self.evidence = self.evidence or evidence
+        self.settled.set()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process that has proved that it knows the cluster secret. A live view.
+
+    Attributes:
+        name: its incarnation.
+        address: "host:port" of its listener.
+        backend: "shared_memory", "tcp", or "local" for this process itself.
+    """
+
+    name: str
+    address: str
+    backend: str
+    _alive: Callable[[], bool]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the connection stands."""
+        return self._alive()
+
+
+class PeerTable:
+    """Links by name, the lost, and the fenced. Reads are thread-safe."""
+
+    def __init__(self, own_name: str) -> None:
+        self._own_name = own_name
+        self._links: dict[str, PeerLink] = {}
+        self._departed: dict[str, str] = {}
+        # Never forgotten: a fenced name may not come back, however late.
+        self._fenced: dict[str, str] = {}
+
+    def get(self, name: str) -> PeerLink | None:
+        """Return the link, connecting or ready."""
+        return self._links.get(name)
+
+    def ready(self, name: str) -> PeerLink:
+        """Return the link of a peer that can be used.
+
+        Raises:
+            PeerLost: it could be once.
+            PeerUnknown: it never could.
+        """
+        link = self._links.get(name)
+        if link is not None and link.state is LinkState.READY and link.evidence is None:
+            return link
+        evidence = self.lost(name)
+        if evidence is not None:
+            raise PeerLost(name, evidence)
+        raise PeerUnknown(name)
+
+    def lost(self, name: str) -> str | None:
+        """Say why a peer is gone; None if it is well, or this process itself.
+
+        Raises:
+            PeerUnknown: it was never connected.
+        """
+        if name == self._own_name:
+            return None
+        if (evidence := self._fenced.get(name)) is not None:
+            return evidence
+        link = self._links.get(name)
+        if link is not None:
+            return link.evidence
+        if (evidence := self._departed.get(name)) is not None:
+            return evidence
+        raise PeerUnknown(name)
+
+    def fenced(self, name: str) -> str | None:
+        """Say why a name may not connect."""
+        return self._fenced.get(name)
+
+    def add(self, link: PeerLink) -> None:
+        """Keep a new link."""
+        self._departed.pop(link.name, None)
+        self._links[link.name] = link
+
+    def remove(self, link: PeerLink) -> None:
+        """Remember a link only as lost."""
+        if self._links.get(link.name) is link:
+            self._departed[link.name] = link.evidence or "lost"
+            while len(self._departed) > DEPARTED_MAX:
+                del self._departed[next(iter(self._departed))]
+            del self._links[link.name]
+
+    def fence(self, name: str, reason: str) -> None:
+        """Never accept this name again."""
+        self._fenced.setdefault(name, f"fenced: {reason}")
+
+    def links(self) -> list[PeerLink]:
+        """Return all links, connecting ones included."""
+        return list(self._links.values())

@@ -1,0 +1,173 @@
+"""Scattered pieces of memory: checked, joined, copied and cut into slices, vectorised.
+
+N pieces are three int64 arrays of one length: where each starts at the source, where at the
+target, and how long it is. The arrays may be given as plain integers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.region import Bytes
+
+Ints = npt.NDArray[np.int64]
+IntsLike = int | np.integer | npt.ArrayLike
+
+# Below this many pieces a loop of memmove calls is as fast as one numpy call.
+LOOP_PIECES_MAX: Final = 8
+# Longer pieces are copied at full speed one by one; the loop costs under 10 % of it.
+VECTOR_LENGTH_MAX: Final = 128 << 10
+STAGING_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """[N] int64 each. Made by `make_pieces`, which checks them."""
+
+    source_offsets: Ints
+    target_offsets: Ints
+    lengths: Ints
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all pieces."""
+        return int(self.lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def make_pieces(source_offsets: IntsLike, target_offsets: IntsLike, lengths: IntsLike) -> Pieces:
+    """Bring the arrays to one length; drop pieces of zero bytes.
+
+    Raises:
+        ValueError: shapes that do not fit, no integers, or a negative length.
+    """
+    given = (source_offsets, target_offsets, lengths)
+    arrays = [np.atleast_1d(np.asarray(numbers)) for numbers in given]
+    if any(a.ndim != 1 or (a.size and a.dtype.kind not in "iu") for a in arrays):
+        raise ValueError("offsets and lengths must be integers, or 1-d arrays of integers")
+    source, target, length = (a.astype(np.int64, copy=False) for a in np.broadcast_arrays(*arrays))
+    if length.size and int(length.min()) < 0:
+        raise ValueError(f"negative length {int(length.min())}")
+    used = length > 0
+    if not used.all():
+        source, target, length = source[used], target[used], length[used]
+    return Pieces(source, target, length)
+
+
+def out_of_bounds(offsets: Ints, lengths: Ints, nbytes: int) -> str | None:
+    """Say which piece leaves `[0, nbytes)`, None if none does. Safe against overflow."""
+    bad = (offsets < 0) | (lengths < 0) | (lengths > nbytes) | (offsets > nbytes - lengths)
+    if not bad.any():
+        return None
+    i = int(np.flatnonzero(bad)[0])
+    return f"piece {i} at {int(offsets[i])} + {int(lengths[i])} is not inside {nbytes} bytes"
+
+
+def join_neighbours(pieces: Pieces) -> Pieces:
+    """Join pieces that follow one another at both ends."""
+    source, target, length = pieces.source_offsets, pieces.target_offsets, pieces.lengths
+    if len(length) < 2:
+        return pieces
+    starts = np.ones(len(length), dtype=bool)
+    starts[1:] = (source[1:] != source[:-1] + length[:-1]) | (
+        target[1:] != target[:-1] + length[:-1]
+    )
+    if starts.all():
+        return pieces
+    first = np.flatnonzero(starts)
+    return Pieces(source[first], target[first], np.add.reduceat(length, first))
+
+
+def cut(pieces: Pieces, *, slice_bytes: int, slice_pieces: int) -> list[Pieces]:
+    """Cut pieces into slices of at most `slice_bytes` bytes and `slice_pieces` pieces.
+
+    A long piece is cut at the multiples of `slice_bytes` of the running total:
+
+        pieces    |--------- 0 ---------|-1-|------ 2 ------|
+        slices    [---- 0 ----)[---- 1 ----)[---- 2 ----)[--)
+    """
+    ends = np.cumsum(pieces.lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    if not total:
+        return []
+    starts = ends - pieces.lengths
+    cuts = np.unique(np.concatenate([starts, np.arange(0, total, slice_bytes, dtype=np.int64)]))
+    owner = np.searchsorted(starts, cuts, side="right") - 1
+    shift = cuts - starts[owner]
+    lengths = np.diff(cuts, append=total)
+    source = pieces.source_offsets[owner] + shift
+    target = pieces.target_offsets[owner] + shift
+    bounds = np.flatnonzero(np.diff(cuts // slice_bytes, prepend=-1, append=-1))
+    slices = []
+    for low, high in itertools.pairwise(bounds):
+        for first in range(int(low), int(high), slice_pieces):
+            part = slice(first, min(first + slice_pieces, int(high)))
+            slices.append(Pieces(source[part], target[part], lengths[part]))
+    return slices
+
+
+def _is_run(offsets: Ints, lengths: Ints) -> bool:
+    return bool((offsets[1:] == offsets[:-1] + lengths[:-1]).all())
+
+
+def _rows(memory: Bytes, offsets: Ints, length: int) -> tuple[Bytes, Ints]:
+    """View `memory` as rows of `length` bytes, and give the row of each offset."""
+    if not (offsets % length).any():
+        count = len(memory) // length
+        return memory[: count * length].reshape(count, length), offsets // length
+    # Rows that overlap: row i starts at byte i. Every offset is a row then.
+    count = max(len(memory) - length + 1, 0)
+    rows = np.lib.stride_tricks.as_strided(
+        memory, (count, length), (1, 1), writeable=memory.flags.writeable
+    )
+    return rows, offsets
+
+
+def _copy_one_by_one(target: Bytes, source: Bytes, pieces: Pieces) -> None:
+    target_start, source_start = target.ctypes.data, source.ctypes.data
+    memmove = ctypes.memmove
+    for s, t, n in zip(
+        (pieces.source_offsets + source_start).tolist(),
+        (pieces.target_offsets + target_start).tolist(),
+        pieces.lengths.tolist(),
+        strict=True,
+    ):
+        memmove(t, s, n)
+
+
+def _copy_equal(target: Bytes, source: Bytes, pieces: Pieces, length: int) -> None:
+    count = len(pieces)
+    target_rows, target_idx = _rows(target, pieces.target_offsets, length)
+    source_rows, source_idx = _rows(source, pieces.source_offsets, length)
+    if _is_run(pieces.source_offsets, pieces.lengths):
+        start = int(pieces.source_offsets[0])
+        target_rows[target_idx] = source[start : start + count * length].reshape(count, length)
+        return
+    step = max(1, STAGING_BYTES // length)
+    for first in range(0, count, step):
+        chosen = slice(first, first + step)
+        target_rows[target_idx[chosen]] = source_rows[source_idx[chosen]]
+
+
+def copy_pieces(target: Bytes, source: Bytes, pieces: Pieces) -> None:
+    """Copy every piece. The caller has checked the bounds. Large copies release the GIL.
+
+    Where target pieces overlap, which one wins is not defined.
+    """
+    if not len(pieces):
+        return
+    pieces = join_neighbours(pieces)
+    length = int(pieces.lengths[0])
+    few = len(pieces) <= LOOP_PIECES_MAX
+    if few or length > VECTOR_LENGTH_MAX or (pieces.lengths != length).any():
+        _copy_one_by_one(target, source, pieces)
+    else:
+        _copy_equal(target, source, pieces, length)

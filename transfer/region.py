@@ -1,0 +1,215 @@
+"""Regions (memory the engine may touch) and keys (a window of a region, offered to one peer).
+
+How they lie in one another::
+
+    memory   |-----------------------------------------------|
+    region          [0 .................... nbytes)              registered with this engine
+    window                 [offset, offset + nbytes)             offered to one peer by a key
+    piece                      [t, t + length)                   offsets count from the window
+
+All intervals are half-open.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Flag
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from transfer.errors import PeerUnknown, ProtocolViolation
+from transfer.memory import Memory, memory_of
+
+TOKEN_BYTES: Final = 16
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Access(Flag):
+    """What the holder of a key may do."""
+
+    READ = 1
+    WRITE = 2
+
+
+class RegionKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A window of a peer's memory, offered to one named peer. A plain value: send it anywhere.
+
+    Knowing a key is not enough to use it: the owner checks who asks.
+
+    Attributes:
+        owner: name of the peer whose memory it is.
+        token: 16 random bytes.
+        nbytes: size of the window.
+        rights: `Access` as an integer.
+        shareable: whether same-host peers can map it.
+    """
+
+    owner: str
+    token: bytes
+    nbytes: int
+    rights: int
+    shareable: bool
+
+    @property
+    def access(self) -> Access:
+        """The rights as a flag."""
+        return Access(self.rights)
+
+    def encode(self) -> bytes:
+        """Return the key as about 60 bytes."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> RegionKey:
+        """Undo `encode`.
+
+        Raises:
+            ProtocolViolation: the bytes are no key.
+        """
+        try:
+            key = _key_decoder.decode(data)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ProtocolViolation(f"region key: {error}") from error
+        if len(key.token) != TOKEN_BYTES or key.nbytes < 0 or key.rights not in (1, 2, 3):
+            raise ProtocolViolation("region key: a field is out of range")
+        return key
+
+
+_key_decoder = msgspec.msgpack.Decoder(RegionKey)
+
+
+class Region:
+    """Memory that the engine may read and write; made by `TransferEngine.register`.
+
+    The engine does not own the memory, but keeps it alive as long as the region lives.
+
+    Attributes:
+        tensor: [nbytes] uint8 view of the memory.
+        nbytes: its size.
+        shareable: whether same-host peers can map it (it lies in a `Memory`).
+    """
+
+    def __init__(self, memory: Memory | torch.Tensor) -> None:
+        self.tensor = memory.tensor if isinstance(memory, Memory) else _as_bytes(memory)
+        self.nbytes = self.tensor.numel()
+        self.array: Bytes = self.tensor.numpy()
+        self.start = self.tensor.data_ptr()
+        found = memory_of(self.start, self.nbytes) if self.nbytes else None
+        self.memory = found[0] if found else None
+        self.memory_offset = found[1] if found else 0
+
+    @property
+    def shareable(self) -> bool:
+        """Whether same-host peers can map it."""
+        return self.memory is not None
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"only host memory can be registered, got a tensor on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError("only contiguous tensors can be registered")
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+@dataclass(slots=True, kw_only=True)
+class Offer:
+    """What a token stands for at its owner. `live` turns False once and for all."""
+
+    region: Region
+    to: str
+    access: Access
+    offset: int
+    nbytes: int
+    live: bool = field(default=True)
+
+    @property
+    def window(self) -> Bytes:
+        """[nbytes] uint8: the offered bytes."""
+        return self.region.array[self.offset : self.offset + self.nbytes]
+
+
+class OfferTable:
+    """Everything this process has offered. Thread-safe.
+
+    `landing` is held while bytes from a peer are copied into offered memory. Who withdraws
+    takes it too, so after `withdraw` returned, nothing lands under that key over a socket.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._offers: dict[bytes, Offer] = {}
+        self.landing = threading.RLock()
+
+    def add(self, offer: Offer) -> RegionKey:
+        """Make a key for `offer`."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        with self.landing:
+            self._offers[token] = offer
+        return RegionKey(
+            owner=self._owner,
+            token=token,
+            nbytes=offer.nbytes,
+            rights=offer.access.value,
+            shareable=offer.region.shareable,
+        )
+
+    def find(self, token: bytes, *, to: str) -> Offer | None:
+        """Return the offer if it is live and was made to the peer that asks."""
+        offer = self._offers.get(token)
+        return offer if offer is not None and offer.to == to else None
+
+    def withdraw(self, token: bytes) -> Offer | None:
+        """Forget one offer; None if it is already gone."""
+        with self.landing:
+            offer = self._offers.pop(token, None)
+            if offer is not None:
+                offer.live = False
+            return offer
+
+    def withdraw_region(self, region: Region) -> list[tuple[bytes, Offer]]:
+        """Forget all offers of a region."""
+        return self._withdraw_if(lambda offer: offer.region is region)
+
+    def withdraw_peer(self, name: str) -> list[tuple[bytes, Offer]]:
+        """Forget everything offered to a peer."""
+        return self._withdraw_if(lambda offer: offer.to == name)
+
+    def _withdraw_if(self, matches: Callable[[Offer], bool]) -> list[tuple[bytes, Offer]]:
+        with self.landing:
+            found = [(token, offer) for token, offer in self._offers.items() if matches(offer)]
+            for token, _ in found:
+                self.withdraw(token)
+            return found
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+
+def make_offer(
+    region: Region, *, to: str, access: Access, offset: int, nbytes: int | None
+) -> Offer:
+    """Check the window of an offer.
+
+    Raises:
+        ValueError: the window is not inside the region, or gives no right.
+        PeerUnknown: `to` is empty.
+    """
+    size = region.nbytes - offset if nbytes is None else nbytes
+    if offset < 0 or size < 0 or offset + size > region.nbytes:
+        raise ValueError(
+            f"window [{offset}, {offset + size}) is not inside the region of {region.nbytes} bytes"
+        )
+    if not access:
+        raise ValueError("an offer without any right is no offer")
+    if not to:
+        raise PeerUnknown(to)
+    return Offer(region=region, to=to, access=access, offset=offset, nbytes=size)

@@ -1,0 +1,342 @@
+"""Listening, calling and being called: every connection begins here, with a handshake.
+
+Runs on the engine's thread. When two engines call each other at once, exactly one of the two
+control connections comes about:
+
+  * who is about to prove itself to a peer it has already accepted, or is connected to, hangs up;
+  * who is asked by a peer to which it has already proved itself refuses if its own name is the
+    smaller one (its own call goes on), and accepts otherwise (the peer refuses that call).
+
+Whoever is refused as a duplicate waits for the other connection.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from transfer.errors import HandshakeRefused, PeerUnreachable, ProtocolViolation
+from transfer.event_loop import READABLE, WRITABLE, EventLoop
+from transfer.handshake import (
+    AcceptorHandshake,
+    DialerHandshake,
+    Facts,
+    Handshake,
+    Purpose,
+)
+from transfer.host import address_of, host_identity
+from transfer.statistics import Tally
+from transfer.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+NEGOTIATIONS_MAX: Final = 256
+BACKLOG: Final = 256
+DUPLICATE: Final = "duplicate"
+HANG_UP: Final = "closed by the other side during the handshake (another cluster secret?)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeted:
+    """A connection whose other end has proved itself."""
+
+    sock: socket.socket
+    purpose: Purpose
+    name: str
+    facts: Facts
+
+
+Outcome = Greeted | HandshakeRefused
+
+
+class Negotiation:
+    """One connection in its handshake."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        machine: Handshake,
+        *,
+        address: str,
+        deadline: float,
+        on_outcome: Callable[[Negotiation, Outcome], None],
+        first: bytes = b"",
+    ) -> None:
+        self.sock = sock
+        self.machine = machine
+        self.address = address
+        self.deadline = deadline
+        self._on_outcome = on_outcome
+        self._first = first
+        self.over = False
+
+    def on_event(self, events: int) -> None:
+        """The socket is ready: connected, or something to read."""
+        try:
+            if self._first:
+                self._connected()
+            if events & ~WRITABLE:
+                self._read()
+        except BlockingIOError:
+            pass
+        except ProtocolViolation as error:
+            self.refuse(error.problem)
+        except HandshakeRefused as error:
+            self.refuse(error.reason)
+        except OSError as error:
+            self.refuse(error.strerror or str(error), unreachable=True)
+
+    def refuse(self, reason: str, *, unreachable: bool = False) -> None:
+        """End without a connection."""
+        kind = PeerUnreachable if unreachable else HandshakeRefused
+        self.end(kind(self.address, reason, self.machine.peer_name))
+
+    def end(self, outcome: Outcome) -> None:
+        """Report once."""
+        if not self.over:
+            self.over = True
+            self._on_outcome(self, outcome)
+
+    def send(self, data: bytes) -> None:
+        """Send a message of the handshake: far smaller than an empty socket's buffer."""
+        if data and self.sock.send(data) != len(data):
+            raise ConnectionError(errno.ENOBUFS, "a handshake message did not fit")
+
+    def _connected(self) -> None:
+        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, errno.errorcode.get(code, str(code)))
+        first, self._first = self._first, b""
+        self.send(first)
+
+    def _read(self) -> None:
+        while not self.over:
+            data = self.sock.recv(self.machine.needed)
+            if not data:
+                self.refuse(HANG_UP)
+                return
+            self.send(self.machine.feed(data))
+            if isinstance(self.machine, AcceptorHandshake) and self.machine.refused is not None:
+                self.refuse(self.machine.refused)
+            elif self.machine.done:
+                facts = self.machine.peer_facts
+                assert facts is not None
+                self.end(Greeted(sock=self.sock, purpose=self.machine.purpose,
+                                 name=self.machine.peer_name, facts=facts))  # fmt: skip
+
+
+class Rendezvous:
+    """The listeners and all handshakes in progress.
+
+    Args:
+        standing: whether a control connection with a name stands.
+        admit: why a caller is not wanted, None if it is: (purpose, name).
+        install: takes over an accepted connection, before its dialer hears of it.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        tally: Tally,
+        *,
+        secret: bytes,
+        name: str,
+        timeout_s: float,
+        standing: Callable[[str], bool],
+        admit: Callable[[Purpose, str], str | None],
+        install: Callable[[Greeted], None],
+    ) -> None:
+        self._loop = loop
+        self._tally = tally
+        self._secret = secret
+        self._name = name
+        self._timeout_s = timeout_s
+        self._standing = standing
+        self._admit = admit
+        self._install = install
+        self._negotiations: set[Negotiation] = set()
+        self._listeners: list[socket.socket] = []
+
+    def listen(self, host: str, *, shared_memory: bool, tcp: bool) -> Facts:
+        """Open the listeners; before the loop starts."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listeners.append(listener)
+        listener.bind((host, 0))
+        # An abstract name: it lives in the kernel, and goes with the process.
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listeners.append(local)
+        local_name = f"moe-runtime-{secrets.token_hex(16)}"
+        local.bind("\0" + local_name)
+        for sock in self._listeners:
+            sock.setblocking(False)
+            sock.listen(BACKLOG)
+        self.facts = Facts(
+            address=f"{host}:{listener.getsockname()[1]}",
+            host=host_identity(),
+            local_socket=local_name,
+            shared_memory=shared_memory,
+            tcp=tcp,
+        )
+        return self.facts
+
+    def start(self) -> None:
+        """Begin to accept."""
+        for sock in self._listeners:
+            self._loop.watch(sock, lambda _, sock=sock: self._accept(sock), READABLE)  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Close the listeners and every handshake in progress."""
+        for sock in self._listeners:
+            self._loop.unwatch(sock)
+            sock.close()
+        for negotiation in list(self._negotiations):
+            negotiation.refuse("the engine was closed")
+
+    def abandon(self) -> None:
+        """Close the descriptors only: the way out after a fork."""
+        for sock in [*self._listeners, *(n.sock for n in self._negotiations)]:
+            sock.close()
+
+    def dial(
+        self,
+        target: str,
+        purpose: Purpose,
+        *,
+        name: str | None,
+        on_outcome: Callable[[Outcome], None],
+    ) -> None:
+        """Call "host:port", or "@name" for a local socket; the outcome comes by callback.
+
+        With `name`, anybody else who answers is turned away.
+        """
+
+        def admit(purpose: Purpose, found: str) -> str | None:
+            if name is not None and found != name:
+                return f"{found} answered instead of {name}"
+            return self._may_prove(purpose, found)
+
+        machine = DialerHandshake(
+            secret=self._secret, name=self._name, facts=self.facts, admit=admit
+        )
+        family, address = address_of(target)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+
+        def ended(negotiation: Negotiation, outcome: Outcome) -> None:
+            self._forget(negotiation, keep_socket=isinstance(outcome, Greeted))
+            on_outcome(outcome)
+
+        negotiation = self._begin(sock, machine, target, ended, machine.start(purpose))
+        code = sock.connect_ex(address)
+        if code not in (0, errno.EINPROGRESS):
+            negotiation.refuse(errno.errorcode.get(code, str(code)), unreachable=True)
+            return
+
+        def on_event(events: int) -> None:
+            self._loop.change(sock, READABLE)
+            negotiation.on_event(events)
+
+        self._loop.watch(sock, on_event, READABLE | WRITABLE)
+
+    def expire(self, now: float) -> None:
+        """End handshakes that take too long. At every tick."""
+        for negotiation in [n for n in self._negotiations if n.deadline <= now]:
+            negotiation.refuse("no answer in time", unreachable=True)
+
+    def _begin(
+        self,
+        sock: socket.socket,
+        machine: Handshake,
+        address: str,
+        on_outcome: Callable[[Negotiation, Outcome], None],
+        first: bytes = b"",
+    ) -> Negotiation:
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        negotiation = Negotiation(
+            sock,
+            machine,
+            address=address,
+            deadline=time.monotonic() + self._timeout_s,
+            on_outcome=on_outcome,
+            first=first,
+        )
+        self._negotiations.add(negotiation)
+        return negotiation
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return  # the caller hung up, or we are out of descriptors: the next one may succeed
+        if len(self._negotiations) >= NEGOTIATIONS_MAX:
+            self._tally.count("refused_handshakes")
+            sock.close()
+            return
+        sock.setblocking(False)
+        machine = AcceptorHandshake(
+            secret=self._secret, name=self._name, facts=self.facts, admit=self._answer
+        )
+        negotiation = self._begin(sock, machine, "", self._accepted)
+        self._loop.watch(sock, negotiation.on_event, READABLE)
+
+    def _accepted(self, negotiation: Negotiation, outcome: Outcome) -> None:
+        self._forget(negotiation, keep_socket=isinstance(outcome, Greeted))
+        if isinstance(outcome, HandshakeRefused):
+            if outcome.reason != DUPLICATE:
+                self._tally.count("refused_handshakes")
+            logger.debug("refused a caller: %s", outcome.reason)
+            return
+        machine = negotiation.machine
+        assert isinstance(machine, AcceptorHandshake)
+        self._install(outcome)
+        try:
+            negotiation.send(machine.ready())
+        except OSError as error:
+            logger.debug("%s hung up before it was told: %s", outcome.name, error)
+
+    def _forget(self, negotiation: Negotiation, *, keep_socket: bool) -> None:
+        self._negotiations.discard(negotiation)
+        self._loop.unwatch(negotiation.sock)
+        if not keep_socket:
+            Stream.discard(negotiation.sock)
+
+    def _answer(self, purpose: Purpose, name: str) -> str | None:
+        if name == self._name:
+            return "a name that is already mine"
+        if purpose is Purpose.CONTROL and (self._standing(name) or self._is_accepting(name)):
+            return DUPLICATE
+        if purpose is Purpose.CONTROL and self._has_proved_to(name) and self._name < name:
+            return DUPLICATE
+        return self._admit(purpose, name)
+
+    def _may_prove(self, purpose: Purpose, name: str) -> str | None:
+        if name == self._name:
+            return "that is my own address"
+        if purpose is Purpose.CONTROL and (self._standing(name) or self._is_accepting(name)):
+            return DUPLICATE
+        return self._admit(purpose, name)
+
+    def _is_accepting(self, name: str) -> bool:
+        return any(
+            isinstance(m := n.machine, AcceptorHandshake)
+            and m.purpose is Purpose.CONTROL
+            and m.peer_name == name
+            and m.accepted
+            for n in self._negotiations
+        )
+
+    def _has_proved_to(self, name: str) -> bool:
+        return any(
+            isinstance(m := n.machine, DialerHandshake)
+            and m.purpose is Purpose.CONTROL
+            and m.peer_name == name
+            for n in self._negotiations
+        )

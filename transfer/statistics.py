@@ -1,0 +1,90 @@
+"""What an engine has done, counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendStatistics:
+    """Totals of one backend.
+
+    Attributes:
+        bytes_written: sent by our writes.
+        bytes_read: fetched by our reads.
+        operations: our writes and reads, failed ones included.
+        failures: those that ended with an error.
+        immediates: sent by our writes.
+        resends: slices sent again because a connection broke.
+        refused: accesses of peers to our memory that were refused, and ours that were.
+        bytes_served: written and read by peers through our thread (tcp only).
+    """
+
+    bytes_written: int = 0
+    bytes_read: int = 0
+    operations: int = 0
+    failures: int = 0
+    immediates: int = 0
+    resends: int = 0
+    refused: int = 0
+    bytes_served: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStatistics:
+    """A snapshot.
+
+    Attributes:
+        backends: by name, "shared_memory", "tcp" and "local".
+        immediates_received: counted here, from all peers.
+        refused_handshakes: callers that did not prove themselves, or were not wanted.
+        malformed: connections closed because of bytes that make no sense.
+        notifies_received: payloads given to the handlers.
+        peers: connected now.
+        offers: windows of our memory that are offered now.
+    """
+
+    backends: Mapping[str, BackendStatistics]
+    immediates_received: int
+    refused_handshakes: int
+    malformed: int
+    notifies_received: int
+    peers: int
+    offers: int
+
+
+class Tally:
+    """The counters behind the snapshot. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        names = [field.name for field in fields(BackendStatistics)]
+        self._backends = {
+            backend: dict.fromkeys(names, 0) for backend in ("shared_memory", "tcp", "local")
+        }
+        self._totals = dict.fromkeys(("refused_handshakes", "malformed", "notifies_received"), 0)
+
+    def add(self, backend: str, **amounts: int) -> None:
+        """Add to counters of a backend."""
+        with self._lock:
+            counters = self._backends[backend]
+            for name, amount in amounts.items():
+                counters[name] += amount
+
+    def count(self, name: str) -> None:
+        """Add one to a counter of the engine."""
+        with self._lock:
+            self._totals[name] += 1
+
+    def snapshot(self, *, immediates_received: int, peers: int, offers: int) -> TransferStatistics:
+        """Return all counters as they are now."""
+        with self._lock:
+            return TransferStatistics(
+                backends={k: BackendStatistics(**v) for k, v in self._backends.items()},
+                immediates_received=immediates_received,
+                peers=peers,
+                offers=offers,
+                **self._totals,
+            )
