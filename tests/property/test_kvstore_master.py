@@ -18,7 +18,7 @@ from kvstore import messages as m
 from kvstore.allocator import padded
 from kvstore.master import MasterTiming, StoreMaster
 
-KEYS = [bytes([i]) * 16 for i in range(10)]
+KEYS = [bytes([i]) * 16 for i in range(8)]
 NODES = [f"node{i}" for i in range(3)]
 CLIENTS = [*NODES, "client3"]  # workers are node and client in one
 CAPACITY = 64 * 6
@@ -106,7 +106,11 @@ class MasterMachine(RuleBasedStateMachine):
         reply = self.tell(client, request)
         if reply is None:
             return
-        assert self.tell(client, request) == reply or m.PutOutcome.GRANTED not in reply.outcomes
+        first, reply = reply, self.tell(client, request)  # as if the first reply was lost
+        for position, outcome in enumerate(first.outcomes):
+            if outcome is m.PutOutcome.GRANTED:
+                assert reply.outcomes[position] is outcome
+                assert reply.offsets[position] == first.offsets[position]
         others = {s.node for s in self.master._catalog.pool} - {client}
         for position, key in enumerate(wanted):
             outcome = reply.outcomes[position]
@@ -131,8 +135,10 @@ class MasterMachine(RuleBasedStateMachine):
 
     def full(self, node):
         segment = self.master._catalog.pool.get(node)
-        return segment.free < 64 and segment.oldest_victim() is None or (
-            segment.placeable_s > self.now
+        return (
+            segment.free < 64
+            and segment.oldest_victim() is None
+            or (segment.placeable_s > self.now)
         )
 
     def open_puts(self):
@@ -156,6 +162,23 @@ class MasterMachine(RuleBasedStateMachine):
                     stop = start + padded(size)
                     assert max(mine.start, start) >= min(mine.stop, stop), lease
 
+    @rule(client=clients, wanted=keys, pin=st.booleans())
+    def store(self, client, wanted, pin):
+        """A put that goes well, so that there is something to read."""
+        self.batch += 1
+        lengths, checksums = [64] * len(wanted), [0] * len(wanted)
+        request = m.Allocate(client, self.batch, wanted, lengths, checksums, pin)
+        reply = self.tell(client, request)
+        if reply is None:
+            return
+        granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == "granted"]
+        for i in granted:
+            node = reply.nodes[reply.node_idx[i]].node
+            self.assert_untouched(node, reply.offsets[i], 64)
+        finished = self.tell(client, m.Finish(client, self.batch, granted))
+        assert finished.stored == [True] * len(granted)
+        self.committed.update({wanted[i]: (64, 0) for i in granted})
+
     @precondition(lambda self: self.puts)
     @rule(data=st.data(), how=st.sampled_from(["commit", "abort", "unsettled"]))
     def finish(self, data, how):
@@ -175,8 +198,12 @@ class MasterMachine(RuleBasedStateMachine):
             assert was_open
             self.committed[put.key] = (put.length, put.checksum)
 
-    @rule(client=clients, wanted=keys)
-    def lookup(self, client, wanted):
+    @precondition(lambda self: self.committed)
+    @rule(client=clients, data=st.data(), beyond=keys)
+    def lookup(self, client, data, beyond):
+        there = sorted(self.committed)
+        wanted = data.draw(st.lists(st.sampled_from(there), max_size=3, unique=True))
+        wanted += [key for key in beyond if key not in wanted]
         flags = self.step(m.Exists(wanted)).flags
         reply = self.tell(client, m.Lookup(client, wanted))
         if reply is None:
@@ -200,6 +227,7 @@ class MasterMachine(RuleBasedStateMachine):
         lease = self.leases.pop(lease_id)
         self.tell(lease.client, m.Release(lease.client, [lease_id]))
 
+    @precondition(lambda self: self.committed)
     @rule(wanted=keys)
     def remove(self, wanted):
         self.step(m.Remove(wanted))
@@ -230,10 +258,15 @@ class MasterMachine(RuleBasedStateMachine):
         if dead:
             self.puts = [put for put in self.puts if put.client != name]
 
-    @rule(seconds=st.floats(0.1, 3.9), speaking=st.sets(st.sampled_from(NODES)))
+    @rule(
+        seconds=st.sampled_from([0.1, 1.0, 2.5, 3.9, 9.0]), speaking=st.sets(st.sampled_from(NODES))
+    )
     def time_passes(self, seconds, speaking):
         self.now += seconds
+        before = {node for node in NODES if self.living(node)}
         self.step(m.Observe())
+        stalled = seconds > TIMING.silence_s / 2  # who did not listen accuses nobody
+        assert not stalled or before == {node for node in NODES if self.living(node)}
         for node in NODES:
             if node in self.heard and not self.living(node):
                 del self.heard[node]

@@ -1,0 +1,238 @@
+"""A store node: lends one segment of this process's memory to the pool.
+
+    client                         node                            master
+      │ AskSegment ──────────────▶ │                                  │
+      │ ◀───────── OfferSegment    │ Register(capacity, held) ──────▶ │
+      │ == one-sided write/read ═▶ │ Heartbeat ─────────────────────▶ │
+      │ Written ─────────────────▶ │ ◀── Known(False): register again │
+
+Bytes come and go without the node's doing. It answers who wants a key to its memory, tells the
+master that it lives, and remembers what was written, so that a new master can be told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvstore import messages as m
+from kvstore.errors import Fenced, KVStoreError, StoreClosed
+from kvstore.master_link import MasterLink
+from kvstore.node_index import NodeIndex
+from kvstore.peer_messages import (
+    TO_NODE,
+    AskSegment,
+    OfferSegment,
+    decode_to_node,
+    encode_to_client,
+)
+from transfer import Access, Memory, TransferError, allocate
+
+if TYPE_CHECKING:
+    from configs.schema import KVStoreConfig
+    from transfer import Region, RegionKey, TransferEngine
+
+logger = logging.getLogger(__name__)
+
+ASKS_MAX: Final = 1024
+
+
+class StoreNode:
+    """One process's part of the pool's memory.
+
+    The owner of the engine chains `on_notify` into its own callback. All methods are thread-safe.
+
+    Args:
+        engine: Open, or opened before `open`.
+        master_address: From `MasterServer.address`.
+        config: The store's knobs.
+        secret: The cluster secret.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        master_address: str,
+        config: KVStoreConfig,
+        *,
+        secret: bytes,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._link = MasterLink(
+            master_address,
+            secret=secret,
+            identity=f"{engine.name}.node",
+            timeout_s=config.request_timeout_s,
+        )
+        self._memory: Memory | None = None
+        self._region: Region | None = None
+        self._index = NodeIndex(config.segment_bytes)
+        self._index_lock = threading.Lock()
+        self._offers: dict[str, RegionKey] = {}
+        self._offer_lock = threading.Lock()
+        self._asks: queue.Queue[tuple[str, int] | None] = queue.Queue(ASKS_MAX)
+        self._closing = threading.Event()
+        self._registered = threading.Event()
+        self._untouched = True
+        self._thread = threading.Thread(target=self._run, name="store-node", daemon=True)
+
+    @property
+    def name(self) -> str:
+        """The node's incarnation, its engine's name."""
+        return self._engine.name
+
+    def open(self) -> None:
+        """Lend the memory. Registration goes on in the background; see `wait_registered`."""
+        self._memory = allocate(self._config.segment_bytes)
+        self._region = self._engine.register(self._memory)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take the memory back from the pool; what only it held is gone. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._thread.is_alive():
+            self._wake()
+            self._thread.join()
+        try:
+            if self._registered.is_set():
+                self._link.ask(m.Leave(self.name), m.Done)
+        except KVStoreError as error:
+            logger.info("store node %s left without saying so: %s", self.name, error)
+        self._link.close()
+        if self._region is not None and self._memory is not None:
+            self._engine.release(self._region)
+            self._memory.close()
+
+    def __enter__(self) -> StoreNode:
+        self.open()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def wait_registered(self, timeout_s: float) -> bool:
+        """Wait until the master knows this node; False at the deadline."""
+        return self._registered.wait(timeout_s)
+
+    def use_master(self, address: str) -> None:
+        """Register with another master from now on."""
+        self._registered.clear()
+        self._link.redirect(address)
+        self._wake()
+
+    def on_notify(self, peer: str, payload: bytes) -> bool:
+        """Take a note if it is for a store node.
+
+        Short enough for the engine's thread.
+
+        Returns:
+            True if the note was for us; the engine's owner then looks no further.
+        """
+        if not payload.startswith(TO_NODE):
+            return False
+        try:
+            note = decode_to_node(payload)
+        except msgspec.MsgspecError as error:
+            logger.warning("malformed note from %s: %s", peer, error)
+            return True
+        if isinstance(note, AskSegment):
+            try:
+                self._asks.put_nowait((peer, note.ask_id))
+            except queue.Full:
+                logger.warning("too many segment requests; that of %s is dropped", peer)
+        else:
+            with self._index_lock:
+                self._index.record(note.held)
+        return True
+
+    def offer_to(self, name: str) -> RegionKey:
+        """Return a fresh key to the segment for one client; its earlier one is withdrawn."""
+        if self._region is None:
+            raise StoreClosed(what="StoreNode", problem="not open")
+        with self._offer_lock:
+            self._untouched = False
+            earlier = self._offers.pop(name, None)
+            if earlier is not None:
+                self._engine.withdraw(earlier)
+            key = self._engine.offer(self._region, to=name, access=Access.READ | Access.WRITE)
+            self._offers[name] = key
+            return key
+
+    def _wake(self) -> None:
+        with contextlib.suppress(queue.Full):  # then the thread is awake
+            self._asks.put_nowait(None)
+
+    def _run(self) -> None:
+        beat_at = 0.0
+        while not self._closing.is_set():
+            now = time.monotonic()
+            if now >= beat_at or not self._registered.is_set():
+                if not self._beat():
+                    return
+                beat_at = now + self._config.heartbeat_s
+            # Unregistered, it tries again soon: the master may be just starting.
+            pause_s = max(0.0, beat_at - time.monotonic())
+            if not self._registered.is_set():
+                pause_s = min(0.1, pause_s)
+            try:
+                ask = self._asks.get(timeout=pause_s)
+            except queue.Empty:
+                continue
+            if ask is not None:
+                self._answer(*ask)
+
+    def _beat(self) -> bool:
+        """Tell the master that we live; False if it wants nothing of us ever again."""
+        try:
+            registered = self._registered.is_set()
+            if registered and not self._link.ask(m.Heartbeat(self.name), m.Known).known:
+                logger.info("the master does not know store node %s (any more)", self.name)
+                self._registered.clear()
+                registered = False
+            if not registered:
+                self._register()
+        except Fenced:
+            logger.warning("store node %s is fenced", self.name)
+            return False
+        except KVStoreError as error:
+            logger.debug("heartbeat of store node %s: %s", self.name, error)
+        return True
+
+    def _register(self) -> None:
+        assert self._region is not None
+        with self._index_lock:
+            held = self._index.verified(self._region.tensor.numpy())
+        request = m.Register(
+            node=self.name,
+            address=self._engine.address,
+            capacity=self._config.segment_bytes,
+            untouched=self._untouched,
+            held=held,
+        )
+        adopted = self._link.ask(request, m.Registered).adopted
+        self._registered.set()
+        logger.info(
+            "store node %s lends %s bytes; %s of %s blocks known again",
+            self.name,
+            self._config.segment_bytes,
+            adopted,
+            len(held.keys),
+        )
+
+    def _answer(self, peer: str, ask_id: int) -> None:
+        try:
+            key = self.offer_to(peer)
+            self._engine.notify(
+                peer, encode_to_client(OfferSegment(ask_id=ask_id, region_key=key.encode()))
+            )
+        except TransferError as error:
+            logger.info("no segment for %s: %s", peer, error)
