@@ -97,7 +97,7 @@ class Slabs:
             region = self._regions.get(index)
             if region is None:
                 memory = self._bank.memories()[index]
-                region = self._regions[index] = self._engine.register(memory)  # type: ignore[arg-type]
+                region = self._regions[index] = self._engine.register(memory.tensor)
             return region
 
     def close(self) -> None:
