@@ -96,7 +96,7 @@ class TensorInvalid(CheckpointError):
         self.name = name
 
 
-class ExpertNotResident(MoeRuntimeError):
+class ExpertNotResident(MoeRuntimeError, LookupError):
     """An expert was asked for whose weights are not (or not completely) in the bank."""
 
     def __init__(self, *, layer: int, logical_expert: int) -> None:

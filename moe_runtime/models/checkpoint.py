@@ -6,7 +6,9 @@ nothing. Every fault of the directory is reported as one line that names the fil
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +27,7 @@ from moe_runtime.models.spec import ModelSpec
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+FINGERPRINT_BYTES = 1 << 20
 READABLE = (torch.bfloat16, torch.float32, torch.float16)
 
 
@@ -87,6 +90,22 @@ class Checkpoint:
             return self.spec.dtype
         found = self._read("model.embed_tokens.weight").dtype
         return torch.float32 if found == torch.float32 else torch.bfloat16
+
+    def fingerprint(self) -> str:
+        """Name the weights, the same on every worker that serves them.
+
+        A digest of the configuration and of each file's name, size, first and last MiB: reading
+        every byte of a large checkpoint would cost each start minutes.
+        """
+        state = hashlib.sha256((self.directory / "config.json").read_bytes())
+        for name in sorted(set(self._names.values())):
+            path = self.directory / name
+            state.update(f"{name} {path.stat().st_size} ".encode())
+            with path.open("rb") as file:
+                state.update(file.read(FINGERPRINT_BYTES))
+                file.seek(-min(path.stat().st_size, FINGERPRINT_BYTES), os.SEEK_END)
+                state.update(file.read())
+        return state.hexdigest()[:32]
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Read one tensor into fresh memory.

@@ -1,0 +1,54 @@
+"""Command-line options that choose the configuration, the same for every command."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from configs import ConfigError, load_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from configs.schema import RuntimeConfig
+
+Command = TypeVar("Command", bound="Callable[..., Any]")
+
+
+def config_options(*, default_preset: str) -> Callable[[Command], Command]:
+    """Add `--config` and `--set` to a command."""
+
+    def decorate(command: Command) -> Command:
+        command = click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="SECTION.KEY=VALUE",
+            help="Override one key; may be given often.",
+        )(command)
+        return click.option(
+            "--config",
+            "config",
+            default=default_preset,
+            show_default=True,
+            help="Preset name or YAML file.",
+        )(command)
+
+    return decorate
+
+
+def load_from_options(options: Mapping[str, Any], *, extra: Sequence[str] = ()) -> RuntimeConfig:
+    """Load the configuration that the options name.
+
+    Args:
+        options: The values of `config_options`.
+        extra: Overrides of the command itself, stronger than the user's.
+
+    Raises:
+        click.UsageError: With the loader's own message; the exit status is 2.
+    """
+    try:
+        return load_config(options["config"], overrides=[*options["overrides"], *extra])
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
