@@ -116,7 +116,9 @@ class RpcServer:
             socket.close()
             context.term()
             raise ControlError(f"bind {self._host}:{self._port}: {error}") from error
-        self.address = socket.last_endpoint.decode().removeprefix("tcp://")
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = endpoint.decode().rstrip("\0").removeprefix("tcp://")
         self._context = context
         self._thread = threading.Thread(
             target=self._run, args=(socket,), name="rpc-server", daemon=True
@@ -147,7 +149,7 @@ class RpcServer:
         identity, request_id, request = frames
         try:
             reply = _OK + self._handler(identity.decode(errors="replace"), request)
-        except Exception as error:  # noqa: BLE001 - told to the caller, who raises it
+        except Exception as error:  # told to the caller, who raises it
             logger.debug("request of %r failed", identity, exc_info=True)
             reply = _FAILED + _encode_failure(_Failure(type(error).__name__, str(error)))
         socket.send_multipart([identity, request_id, reply])

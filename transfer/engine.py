@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import weakref
 from collections.abc import Iterable
-from concurrent.futures import Future
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 import torch
 
 from configs.schema import TransferBackend, TransferConfig
-from transfer.errors import (
-    EngineClosed,
-    HandshakeRefused,
-    PeerLost,
-    PeerUnknown,
-    PeerUnreachable,
-)
+from transfer.calling import Caller
+from transfer.errors import EngineClosed, PeerLost, PeerUnknown
 from transfer.event_loop import EventLoop
 from transfer.handle import Transfer
 from transfer.handshake import NAME_LENGTH_MAX
-from transfer.host import resolve
 from transfer.immediates import Wanted
 from transfer.links import Links, LostHandler, NotifyHandler
 from transfer.memory import Memory
@@ -32,14 +24,9 @@ from transfer.operations import Mover, deadline_after
 from transfer.peer import LinkState, Peer, PeerLink, PeerTable
 from transfer.pieces import IntsLike, make_pieces
 from transfer.region import Access, OfferTable, Region, RegionKey, make_offer
-from transfer.rendezvous import DUPLICATE, Outcome, Rendezvous
+from transfer.rendezvous import Rendezvous
 from transfer.statistics import Tally, TransferStatistics
 from transfer.wire import ControlKind, encode_control
-
-logger = logging.getLogger(__name__)
-
-# How long the connection of a simultaneous call may take before we call again.
-OTHER_CALL_S: Final = 0.2
 
 _engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 
@@ -82,6 +69,7 @@ class TransferEngine:
         )
         self._links.bind(self._rendezvous)
         self._mover = Mover(name, self._table, self._offers, self._board, self._tally)
+        self._caller = Caller(self._loop, self._table, self._links)
         self._state = "new"
 
     def open(self) -> Self:
@@ -114,14 +102,10 @@ class TransferEngine:
             raise RuntimeError("close() on the engine's own thread would wait for itself")
         self._state = "closed"
         error = EngineClosed("the transfer engine was closed")
-        if self._loop.failure is None:
-            self._loop.call(lambda: self._links.close("the engine was closed", error))
-            self._loop.call(self._rendezvous.close)
-            self._loop.stop()
-        else:
-            self._links.close("the engine failed", error)
-            self._rendezvous.close()
-            self._loop.stop()
+        # Called at the loop's end; by its stop, if a failure has ended it before.
+        self._loop.call(lambda: self._links.close("the engine was closed", error))
+        self._loop.call(self._rendezvous.close)
+        self._loop.stop()
         self._board.close()
         _engines.discard(self)
 
@@ -211,16 +195,7 @@ class TransferEngine:
         deadline = deadline_after(timeout_s, self._config.handshake_timeout_s)
         if address == self.address:
             return self.peer(self.name)
-        target = resolve(address)
-        while True:
-            for link in self._table.links():
-                if link.alive and link.facts.address in (address, target):
-                    return self._public(link)
-            name = self._call(target, deadline)
-            if (found := self._await_link(name, deadline)) is not None:
-                return self._public(found)
-            if time.monotonic() >= deadline:
-                raise PeerUnreachable(address, "not connected in time", name)
+        return self._public(self._caller.connect(address, deadline))
 
     def disconnect(self, name: str, *, reason: str) -> None:
         """Fence a name: it is cut off, owns no key any more, and can never connect again.
@@ -395,31 +370,6 @@ class TransferEngine:
         self._links.expire(now)
         # Nobody may be waiting for immediates for long: keep the peers' sockets from filling.
         self._board.drain()
-
-    def _call(self, target: str, deadline: float) -> str:
-        """Call once; return the name of who is or will be connected."""
-        future: Future[Outcome] = Future()
-        self._loop.call(lambda: self._links.dial(target, future.set_result))
-        try:
-            outcome = future.result(max(deadline - time.monotonic(), 0.0))
-        except TimeoutError:
-            raise PeerUnreachable(target, "not connected in time") from None
-        if isinstance(outcome, HandshakeRefused):
-            if outcome.reason != DUPLICATE:
-                raise outcome
-            deadline = min(deadline, time.monotonic() + OTHER_CALL_S)
-            return outcome.peer
-        return outcome.name
-
-    def _await_link(self, name: str, deadline: float) -> PeerLink | None:
-        limit = min(deadline, time.monotonic() + OTHER_CALL_S)
-        while time.monotonic() < limit:
-            link = self._table.get(name)
-            if link is None:
-                time.sleep(0.002)
-            elif link.settled.wait(max(deadline - time.monotonic(), 0.0)):
-                return link if link.alive else None
-        return None
 
     def _tell_withdrawn(self, token: bytes, name: str) -> None:
         link = self._table.get(name)

@@ -59,6 +59,8 @@ class EventLoop:
         if self._thread.is_alive():
             logger.error("the transfer thread did not end within %s s", JOIN_S)
             return
+        while self._calls:  # left over where a failure has ended the thread
+            self._calls.popleft()()
         self.abandon()
 
     def abandon(self) -> None:

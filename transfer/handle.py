@@ -38,8 +38,10 @@ class Transfer:
         self.deadline = deadline
         self.started = time.monotonic()
         self._error: TransferError | None = None
-        self._finished = threading.Event()
+        self._finished = False
         self._lock = threading.Lock()
+        # Made by the first who has to wait: most transfers have ended when they are returned.
+        self._event: threading.Event | None = None
         self._callbacks: list[Callable[[], object]] = []
 
     @property
@@ -49,7 +51,7 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._finished.is_set()
+        return self._finished
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it has ended; by default until the operation's own deadline.
@@ -59,10 +61,14 @@ class Transfer:
                 deadline, the operation goes on.
             PeerLost, AccessRefused, TransferTimeout: how it ended.
         """
-        if timeout_s is None:
-            timeout_s = max(self.deadline - time.monotonic(), 0.0) + GRACE_S
-        if not self._finished.wait(timeout_s):
-            raise self.timed_out()
+        if not self._finished:
+            if timeout_s is None:
+                timeout_s = max(self.deadline - time.monotonic(), 0.0) + GRACE_S
+            with self._lock:
+                self._event = self._event or threading.Event()
+            # `finish` sets the event under the lock that we have just held.
+            if not self._finished and not self._event.wait(timeout_s):
+                raise self.timed_out()
         if self._error is not None:
             raise self._error
 
@@ -81,7 +87,7 @@ class Transfer:
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` once it has ended: at once if it has, else on the engine's thread."""
         with self._lock:
-            if not self._finished.is_set():
+            if not self._finished:
                 self._callbacks.append(callback)
                 return
         callback()
@@ -89,10 +95,12 @@ class Transfer:
     def finish(self, error: TransferError | None = None) -> bool:
         """End it; False if it had ended before. For the engine."""
         with self._lock:
-            if self._finished.is_set():
+            if self._finished:
                 return False
             self._error = error
-            self._finished.set()
+            self._finished = True
+            if self._event is not None:
+                self._event.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()

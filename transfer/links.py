@@ -20,7 +20,7 @@ from transfer.handle import Transfer
 from transfer.handshake import Facts, Purpose
 from transfer.immediates import ImmediateBoard
 from transfer.peer import LinkState, PeerLink, PeerTable
-from transfer.pieces import Pieces, make_pieces
+from transfer.pieces import EMPTY
 from transfer.region import OfferTable
 from transfer.rendezvous import Greeted, Outcome, Rendezvous
 from transfer.signals import SignalChannel
@@ -322,7 +322,6 @@ def fetch_place(
     Raises:
         AccessRefused, RegionUnknown, PeerLost, TransferTimeout: the answer, or none.
     """
-    empty: Pieces = make_pieces([], [], [])
     operation = Operation(
         kind=RequestKind.MAP,
         handle=Transfer(
@@ -330,7 +329,7 @@ def fetch_place(
         ),
         token=token,
         region=None,
-        slices=[empty],
+        slices=[EMPTY],
         immediate=None,
     )
     requests.submit(operation)
