@@ -49,11 +49,11 @@ class Source:
 class WriteResult:
     """Positions by what became of them, and the nodes that could not be reached.
 
-    `untouched`: not a byte was sent. `unsettled`: bytes may be under way for all we know.
+    `aborted`: nothing is under way. `unsettled`: bytes may be under way for all we know.
     """
 
     written: list[int] = field(default_factory=list)
-    untouched: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
     unsettled: list[int] = field(default_factory=list)
     lost_nodes: list[str] = field(default_factory=list)
 
@@ -97,7 +97,7 @@ class BlockWriter:
                 key = self._segments.get(node, deadline_s=deadline_s)
             except NodeUnreachable as error:
                 self._lose(node, error, result)
-                result.untouched += theirs.tolist()
+                result.aborted += theirs.tolist()
                 continue
             try:
                 transfer = self._engine.write(
@@ -109,9 +109,9 @@ class BlockWriter:
                     source.lengths[theirs],
                     timeout_s=max(0.001, deadline_s - time.monotonic()),
                 )
-            except TransferError as error:
+            except TransferError as error:  # raised at once: nothing is under way
                 self._lose(node, error, result)
-                result.unsettled += theirs.tolist()
+                result.aborted += theirs.tolist()
                 continue
             under_way.append((node, theirs.tolist(), transfer))
         for node, positions, transfer in under_way:

@@ -304,12 +304,12 @@ class StoreClient:
             client=self._name,
             batch=batch,
             committed=result.written,
-            aborted=result.untouched,
+            aborted=result.aborted,
             unsettled=result.unsettled,
         )
         # Its own deadline: the bytes are there, and giving up now would waste them.
         finished = self._link.ask(finish, m.Finished)
-        for position in (*result.untouched, *result.unsettled):
+        for position in (*result.aborted, *result.unsettled):
             outcomes[position] = PutOutcome.FAILED
         for position, stored in zip(result.written, finished.stored, strict=True):
             outcomes[position] = PutOutcome.STORED if stored else PutOutcome.FAILED

@@ -12,11 +12,8 @@ master that it lives, and remembers what was written, so that a new master can b
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
-import time
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ASKS_MAX: Final = 1024
+RETRY_S: Final = 0.1
 
 
 class StoreNode:
@@ -77,8 +74,8 @@ class StoreNode:
         self._index_lock = threading.Lock()
         self._offers: dict[str, RegionKey] = {}
         self._offer_lock = threading.Lock()
-        self._asks: queue.Queue[tuple[str, int] | None] = queue.Queue(ASKS_MAX)
-        self._closing = threading.Event()
+        self._closing = False
+        self._awake = threading.Event()
         self._registered = threading.Event()
         self._untouched = True
         self._thread = threading.Thread(target=self._run, name="store-node", daemon=True)
@@ -96,11 +93,11 @@ class StoreNode:
 
     def close(self) -> None:
         """Take the memory back from the pool; what only it held is gone. Idempotent."""
-        if self._closing.is_set():
+        if self._closing:
             return
-        self._closing.set()
+        self._closing = True
+        self._awake.set()
         if self._thread.is_alive():
-            self._wake()
             self._thread.join()
         try:
             if self._registered.is_set():
@@ -127,7 +124,7 @@ class StoreNode:
         """Register with another master from now on."""
         self._registered.clear()
         self._link.redirect(address)
-        self._wake()
+        self._awake.set()
 
     def on_notify(self, peer: str, payload: bytes) -> bool:
         """Take a note if it is for a store node.
@@ -145,10 +142,7 @@ class StoreNode:
             logger.warning("malformed note from %s: %s", peer, error)
             return True
         if isinstance(note, AskSegment):
-            try:
-                self._asks.put_nowait((peer, note.ask_id))
-            except queue.Full:
-                logger.warning("too many segment requests; that of %s is dropped", peer)
+            self._answer(peer, note.ask_id)
         else:
             with self._index_lock:
                 self._index.record(note.held)
@@ -167,28 +161,13 @@ class StoreNode:
             self._offers[name] = key
             return key
 
-    def _wake(self) -> None:
-        with contextlib.suppress(queue.Full):  # then the thread is awake
-            self._asks.put_nowait(None)
-
     def _run(self) -> None:
-        beat_at = 0.0
-        while not self._closing.is_set():
-            now = time.monotonic()
-            if now >= beat_at or not self._registered.is_set():
-                if not self._beat():
-                    return
-                beat_at = now + self._config.heartbeat_s
+        while not self._closing and self._beat():
             # Unregistered, it tries again soon: the master may be just starting.
-            pause_s = max(0.0, beat_at - time.monotonic())
-            if not self._registered.is_set():
-                pause_s = min(0.1, pause_s)
-            try:
-                ask = self._asks.get(timeout=pause_s)
-            except queue.Empty:
-                continue
-            if ask is not None:
-                self._answer(*ask)
+            registered = self._registered.is_set()
+            pause_s = self._config.heartbeat_s if registered else RETRY_S
+            self._awake.wait(pause_s)
+            self._awake.clear()
 
     def _beat(self) -> bool:
         """Tell the master that we live; False if it wants nothing of us ever again."""
@@ -231,8 +210,7 @@ class StoreNode:
     def _answer(self, peer: str, ask_id: int) -> None:
         try:
             key = self.offer_to(peer)
-            self._engine.notify(
-                peer, encode_to_client(OfferSegment(ask_id=ask_id, region_key=key.encode()))
-            )
-        except TransferError as error:
+            offer = OfferSegment(ask_id=ask_id, region_key=key.encode())
+            self._engine.notify(peer, encode_to_client(offer))
+        except (TransferError, StoreClosed) as error:
             logger.info("no segment for %s: %s", peer, error)
