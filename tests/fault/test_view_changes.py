@@ -79,7 +79,7 @@ def test_a_short_stop_is_forgiven_a_long_one_is_not(start: Callable[..., Group])
     left = [names[0], names[2]]
     group.installed(left, [0, 2])
     group.serving(left)
-    assert group.processes[names[1]].poll() is None, "it must still be there to wake up"
+    assert group.processes[names[1]].exitcode is None, "it must still be there to wake up"
     time.sleep(0.5)
     epoch = group.epoch()
     group.signal(names[1], signal.SIGCONT)
