@@ -221,7 +221,7 @@ class RankLoop:
                 free_pages=self._pool.num_available,
                 num_pages=self._pool.num_pages,
                 epoch=self._epoch,
-                counters=dict(self._counters),
+                counters=self._counters | {"preemptions": float(self._scheduler.num_preemptions)},
             )
         )
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0
-AGENT_STOP_TIMEOUT_S = 20.0
+WORKERS_STOP_S = 5.0
+AGENT_STOP_S = 20.0
 _POLL_S = 0.05
 
 
@@ -127,6 +128,7 @@ class LocalCluster:
         from moe_runtime.cluster_secret import new_secret, read_secret
         from moe_runtime.front.front import Front
         from moe_runtime.front.http_server import HttpServer
+        from moe_runtime.pool_fencing import PoolFencing
         from moe_runtime.worker import FRONT_KEY, MASTER_KEY
 
         config, cluster = self._config, self._config.cluster
@@ -142,7 +144,9 @@ class LocalCluster:
         master = MasterServer(config.kvstore, secret=secret, host=config.transfer.host)
         self._stack.callback(master.close)
         master.open()
-        self._front = Front(config, secret=secret, on_view=None)
+        fencing = PoolFencing(master, membership)
+        self._stack.push_async_callback(fencing.close)
+        self._front = Front(config, secret=secret, on_view=fencing.on_view)
         await self._front.start()
         self._stack.push_async_callback(self._front.stop)
         membership.put(FRONT_KEY, self._front.control_address.encode())
@@ -177,14 +181,18 @@ class LocalCluster:
         agent = self._agent
         if agent is None or agent.returncode is not None:
             return
+        # Workers that are told to stop end with status 0, and the agent with the last of them. One
+        # that is just starting hears nothing yet: the agent's own way of stopping ends it.
         self._front.stop_workers()
-        agent.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(agent.wait(), AGENT_STOP_TIMEOUT_S)
-        except TimeoutError:
-            logger.warning("the agent did not stop within %.0f s: killed", AGENT_STOP_TIMEOUT_S)
-            agent.kill()  # its workers die with it
-            await agent.wait()
+        for ask, patience_s in ((agent.terminate, WORKERS_STOP_S), (agent.kill, AGENT_STOP_S)):
+            try:
+                await asyncio.wait_for(agent.wait(), patience_s)
+            except TimeoutError:
+                logger.warning("still running after %.0f s: %s the agent", patience_s, ask.__name__)
+                ask()
+            else:
+                return
+        await agent.wait()
 
     async def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
