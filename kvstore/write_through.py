@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -42,7 +43,7 @@ class _Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteThroughStatistics:
-    """Blocks since the start: `submitted == skipped + stored + not_stored + waiting`.
+    """Blocks since the start: `submitted == skipped + stored + not_stored`, once none wait.
 
     `skipped` found the queue full. `not_stored` covers those that were in the pool already.
     """
@@ -111,24 +112,21 @@ class WriteThrough:
 
         The leading blocks that fit are taken, the others skipped: a chain without its root is of
         no use. The bytes must stay as they are until `release` is called, which happens exactly
-        once, on this thread (nothing was taken) or on the writer's, and must be short.
+        once, whatever comes: on this thread if nothing was taken, else on the writer's. It must
+        be short.
 
         Returns:
             How many blocks were taken.
 
         Raises:
-            StoreClosed: Closed, or the thread failed (then the cause is chained). `release` was
-                not called and will not be.
+            StoreClosed: Closed, or the thread failed (then the cause is chained).
         """
         places = np.asarray(offsets, dtype=np.int64).tolist()
         if len(places) != len(keys):
             raise ValueError(f"{len(keys)} keys, {len(places)} offsets")
         with self._changed:
-            if self._closed or self._failure is not None:
-                raise StoreClosed(
-                    what="WriteThrough", problem=str(self._failure or "closed")
-                ) from self._failure
-            taken = min(len(keys), self._queue_blocks - self._waiting)
+            ended = self._closed or self._failure is not None
+            taken = 0 if ended else min(len(keys), self._queue_blocks - self._waiting)
             self._counts["submitted"] += len(keys)
             self._counts["skipped"] += len(keys) - taken
             if taken:
@@ -137,6 +135,9 @@ class WriteThrough:
                 self._changed.notify_all()
         if not taken:
             release()
+        if ended:
+            problem = str(self._failure or "closed")
+            raise StoreClosed(what="WriteThrough", problem=problem) from self._failure
         return taken
 
     def flush(self, timeout_s: float) -> bool:
@@ -183,13 +184,10 @@ class WriteThrough:
             stored = self._put(list(blocks), list(blocks.values()))
         finally:
             size = sum(len(submission.keys) for submission in batch)
-            for submission in batch:
-                submission.release()
             with self._changed:
-                self._waiting -= size
                 self._counts["stored"] += stored
                 self._counts["not_stored"] += size - stored
-                self._changed.notify_all()
+            self._release(batch)
 
     def _put(self, keys: list[bytes], offsets: list[int]) -> int:
         started_s = time.monotonic()
@@ -215,9 +213,15 @@ class WriteThrough:
     def _skip_all(self) -> None:
         with self._changed:
             skipped, self._queue = list(self._queue), deque()
-            for submission in skipped:
-                self._waiting -= len(submission.keys)
-                self._counts["skipped"] += len(submission.keys)
-            self._changed.notify_all()
-        for submission in skipped:
-            submission.release()
+            self._counts["skipped"] += sum(len(submission.keys) for submission in skipped)
+        self._release(skipped)
+
+    def _release(self, ended: list[_Submission]) -> None:
+        try:
+            with ExitStack() as stack:  # one that raises does not keep the others
+                for submission in ended:
+                    stack.callback(submission.release)
+        finally:
+            with self._changed:
+                self._waiting -= sum(len(submission.keys) for submission in ended)
+                self._changed.notify_all()

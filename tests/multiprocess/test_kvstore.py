@@ -135,14 +135,13 @@ def test_reading_while_the_pool_overflows():
 
 def test_new_master_learns_from_the_nodes():
     keys = fresh_keys(8)
-    with StorePool(3, open_put_s=1.0) as pool:
+    with StorePool(3, open_put_s=1.0, request_timeout_s=3.0) as pool:
         writer, *others = pool.workers
         assert writer.ask("put", keys) == ["stored"] * 8
         assert writer.ask("put", keys[:1], pin=True) == ["exists"]
         pool.master.close()
         with pytest.raises(MasterUnavailable):
-            others[0].pipe.send(("get", (keys,), {}))
-            others[0].result()
+            others[0].ask("get", keys)
         pool.master = MasterServer(pool.config, secret=pool.secret)
         pool.master.open()
         assert all(worker.ask("use_master", pool.master.address) for worker in pool.workers)

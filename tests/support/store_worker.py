@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import KVStoreConfig, TransferBackend, TransferConfig
-from kvstore import MasterServer, StoreClient, StoreNode
+from kvstore import KVStoreError, MasterServer, StoreClient, StoreNode
 from kvstore import messages as m
 from transfer import TransferEngine, TransferError, allocate
 
@@ -121,7 +121,7 @@ def serve(pipe, name, master, secret, config, backend, slot_bytes):
             method, args, options = request
             try:
                 result = getattr(commands, method)(*args, **options)
-            except (m.msgspec.MsgspecError, TransferError, Exception) as error:
+            except (KVStoreError, TransferError, ValueError) as error:
                 result = error
             pipe.send(result)
         engine.release(commands.region)
