@@ -13,7 +13,7 @@ import torch
 
 from configs.schema import TransferBackend, TransferConfig
 from transfer.calling import Caller
-from transfer.errors import EngineClosed, PeerLost, PeerUnknown
+from transfer.errors import EngineClosed, PeerLost, PeerUnknown, TransferTimeout
 from transfer.event_loop import EventLoop
 from transfer.handle import Transfer
 from transfer.handshake import NAME_LENGTH_MAX
@@ -77,7 +77,7 @@ class TransferEngine:
 
         Raises:
             OSError: the host cannot be listened on.
-            EngineClosed: it was opened before.
+            EngineClosed: an engine is opened once.
         """
         if self._state != "new":
             raise EngineClosed(f"an engine is opened once; this one is {self._state}")
@@ -107,6 +107,7 @@ class TransferEngine:
         self._loop.call(self._rendezvous.close)
         self._loop.stop()
         self._board.close()
+        self._offers.withdraw_all()
         _engines.discard(self)
 
     def __enter__(self) -> Self:
@@ -124,8 +125,6 @@ class TransferEngine:
     def address(self) -> str:
         """Where peers connect, "host:port". Known once open."""
         return self._rendezvous.facts.address
-
-    # Memory ---------------------------------------------------------------------------------
 
     def register(self, memory: Memory | torch.Tensor) -> Region:
         """Let the engine use memory, which stays the caller's.
@@ -178,8 +177,6 @@ class TransferEngine:
         if offer is not None:
             self._tell_withdrawn(key.token, offer.to)
 
-    # Peers ----------------------------------------------------------------------------------
-
     def connect(self, address: str, *, timeout_s: float | None = None) -> Peer:
         """Connect to an engine, both sides proving the secret; idempotent.
 
@@ -223,8 +220,6 @@ class TransferEngine:
     def peers(self) -> tuple[Peer, ...]:
         """Return the connected peers, in no order."""
         return tuple(self._public(link) for link in self._table.links() if link.alive)
-
-    # Moving ---------------------------------------------------------------------------------
 
     def write(
         self,
@@ -315,8 +310,6 @@ class TransferEngine:
     def on_peer_lost(self, handler: LostHandler) -> None:
         """Call `handler(peer, evidence)` once per lost peer, on the engine's thread."""
         self._links.lost_handlers.append(handler)
-
-    # Immediates -----------------------------------------------------------------------------
 
     def expect(self, wanted: Wanted, *, timeout_s: float) -> None:
         """Wait until every (peer, immediate) has been counted so often, then take that off.

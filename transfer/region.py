@@ -183,6 +183,10 @@ class OfferTable:
         """Forget everything offered to a peer."""
         return self._withdraw_if(lambda offer: offer.to == name)
 
+    def withdraw_all(self) -> None:
+        """Forget everything."""
+        self._withdraw_if(lambda offer: True)
+
     def _withdraw_if(self, matches: Callable[[Offer], bool]) -> list[tuple[bytes, Offer]]:
         with self.landing:
             found = [(token, offer) for token, offer in self._offers.items() if matches(offer)]
