@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["numpy", "torch", "torch.distributed", "tests.support.ranks"])
+_CONTEXT.set_forkserver_preload(["torch.distributed", "dispatch.transfer_dispatcher", __name__])
 
 
 class RankFailed(AssertionError):

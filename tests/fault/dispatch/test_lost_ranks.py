@@ -122,11 +122,11 @@ def stopped_rank(board: Board, point: str, seed: int):
         mine.check_pass(3)
         if board.rank == VICTIM:
             return zombie(mine, point)
-        pid = board.read("stopping")
         old_windows = [part for w in mine.dispatcher._windows.values() for part in w.parts]
         start = time.monotonic()
         failure = fail_a_pass(mine)
         assert timeout_s * 0.9 < time.monotonic() - start < GENEROUS_S
+        pid = board.read("stopping")
         mine.install(2, survivors, draw_map(LAYOUT, survivors, torch.Generator().manual_seed(seed)))
         mine.check_pass(5)
         if board.rank == 0:

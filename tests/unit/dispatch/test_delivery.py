@@ -20,7 +20,7 @@ TIMEOUT_S = 0.04
 
 
 class ScriptedEngine:
-    """`expect` follows a script; an entry is an error to raise, or a pause and an error."""
+    """`expect` follows a script, the last entry for ever: an error, or a pause and an error."""
 
     def __init__(self, *script, refuse=None, late=None) -> None:
         self.script = list(script)
@@ -38,7 +38,7 @@ class ScriptedEngine:
     def expect(self, due, *, timeout_s):
         self.waits += 1
         self.due = due
-        step = self.script.pop(0) if self.script else None
+        step = self.script.pop(0) if len(self.script) > 1 else (self.script or [None])[0]
         if isinstance(step, tuple):
             time.sleep(step[0])
             step = step[1]
@@ -108,14 +108,14 @@ def test_silence_names_all_whose_message_is_missing():
     assert (failure.epoch, failure.pass_id, failure.layer) == (3, 0, 1)
     assert failure.phase == "dispatch"
     assert "0.04" in failure.evidence
-    assert engine.waits == 1 or engine.waits == 2  # twice if the machine was slow just then
+    assert engine.waits >= 2, "the first wait saw a message arrive"
 
 
 def test_the_deadline_is_renewed_as_long_as_messages_arrive():
     engine = ScriptedEngine(silent(9, 2), silent(9), None)
     exchange(engine)
     assert engine.waits == 3
-    engine = ScriptedEngine(silent(9, 2), silent(9), silent(9), silent(9))
+    engine = ScriptedEngine(silent(9, 2), silent(9))
     with pytest.raises(PassFailed) as caught:
         exchange(engine)
     assert caught.value.suspects == (9,)
@@ -126,7 +126,7 @@ def test_a_process_that_stood_still_looks_once_more_before_it_accuses():
     engine = ScriptedEngine(stood_still, None)
     exchange(engine)
     assert engine.waits == 2
-    engine = ScriptedEngine(stood_still, stood_still, stood_still)
+    engine = ScriptedEngine(stood_still)
     with pytest.raises(PassFailed) as caught:
         exchange(engine)
     assert caught.value.suspects == (2, 5, 9)
