@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -146,6 +147,17 @@ time.sleep(60)
 """
 
 
+def _wait_until_stopped(pid: int) -> None:
+    """A signal stops the threads of a process one after the other, not at once."""
+    deadline = time.monotonic() + 10.0
+    while True:
+        found = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        if all(status.rpartition(")")[2].split()[0] == "T" for status in found):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @pytest.mark.leaves(
     "a thread that is blocked in the client of a stopped server, until it is killed"
 )
@@ -156,6 +168,7 @@ def test_a_stopped_server_times_out_and_a_resumed_one_works_again() -> None:
     try:
         store.compare_and_set(0, FIRST)
         os.kill(process.pid, signal.SIGSTOP)
+        _wait_until_stopped(process.pid)
         start = time.monotonic()
         with pytest.raises(StoreUnavailable, match="no answer"):
             store.read()
