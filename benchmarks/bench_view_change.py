@@ -31,6 +31,7 @@ def one_death(world_size: int, victim_rank: int) -> tuple[float, float]:
             rest = [name for name in names if name != names[victim_rank]]
             ranks = [rank for rank in range(world_size) if rank != victim_rank]
             killed_at = group.signal(names[victim_rank], signal.SIGKILL)
+            time.sleep(0.5)  # reading their logs meanwhile would take their cores
             installed_at = group.installed(rest, ranks)
             epoch = group.epoch()
             known = [e["t"] for n in rest for e in group.events(n, "committed", epoch=epoch)]
