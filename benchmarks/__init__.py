@@ -1,0 +1,1 @@
+"""Figures with their command, commit and machine; never part of the tests."""

@@ -21,6 +21,7 @@ import random
 import signal
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -47,7 +48,7 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], arrivals: list
 
 def pause_ms(arrivals: list[float]) -> float:
     """Longest gap minus median gap."""
-    gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(arrivals)]
     return (max(gaps) - statistics.median(gaps)) * 1e3
 
 

@@ -190,9 +190,7 @@ def main() -> None:
         rates = asyncio.run(measure(engines, options.rounds))
     recorder = Recorder("serving")
     for (name, concurrency), samples in rates.items():
-        recorder.add(
-            "output rate", "tokens/s", samples, engine=name, requests=concurrency
-        )
+        recorder.add("output rate", "tokens/s", samples, engine=name, requests=concurrency)
     _add_ratios(recorder, rates)
     recorder.write()
 

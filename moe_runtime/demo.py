@@ -50,7 +50,7 @@ class Stream:
     temperature: float
     max_tokens: int
     text: str = ""
-    chunks: int = 0
+    tokens: int = 0
     finish_reason: str | None = None
     gap_s_max: float = 0.0
 
@@ -64,6 +64,7 @@ class Stream:
             "max_tokens": self.max_tokens,
             "ignore_eos": True,
             "stream": True,
+            "return_token_ids": True,
         }
 
     async def run(self, client: httpx.AsyncClient, model: str) -> None:
@@ -79,13 +80,13 @@ class Stream:
                 if "error" in event:
                     raise click.ClickException(f"stream failed: {event['error']}")
                 now = time.monotonic()
-                if self.chunks:
+                if self.tokens:
                     self.gap_s_max = max(self.gap_s_max, now - last)
                 last = now
                 for choice in event["choices"]:
                     self.text += choice["text"]
+                    self.tokens += len(choice["token_ids"])
                     self.finish_reason = choice["finish_reason"] or self.finish_reason
-                    self.chunks += 1
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class Story:
         for stream in streams:
             table.add_row(
                 stream.prompt,
-                f"{stream.chunks}/{stream.max_tokens}",
+                f"{stream.tokens}/{stream.max_tokens}",
                 f"{stream.gap_s_max * 1e3:.0f} ms",
                 stream.text[-58:].replace("\n", " "),
             )
@@ -158,9 +159,9 @@ async def run_streams(
 async def kill_busiest_worker(
     client: httpx.AsyncClient, streams: Sequence[Stream], story: Story
 ) -> int:
-    """When a third of the tokens are out, kill -9 the worker with most requests; returns its rank."""
+    """When a third of the tokens are out, kill -9 the busiest worker; returns its rank."""
     total = sum(stream.max_tokens for stream in streams)
-    while sum(stream.chunks for stream in streams) < total / 3:
+    while sum(stream.tokens for stream in streams) < total / 3:
         await asyncio.sleep(POLL_INTERVAL_S / 4)
     members = (await client.get("/status")).json()["members"]
     victim = max(members, key=lambda member: member["open_requests"])

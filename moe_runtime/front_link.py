@@ -4,7 +4,7 @@ ZeroMQ sockets belong to one thread, and the rank loop must not wait for a socke
 thread owns the socket; the rank loop puts messages into a bounded queue and takes what arrived:
 
     rank loop --send()--> queue --eventfd--> link thread --> front
-    rank loop <-received()-- deque <-- link thread <-- front          (then `on_arrival()` is called)
+    rank loop <-received()-- deque <-- link thread <-- front      (then `on_arrival()` is called)
 """
 
 from __future__ import annotations

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 def worker_group(
-    config: RuntimeConfig, *, config_name: str, overrides: tuple[str, ...], workers: int, node_rank: int
+    config: RuntimeConfig,
+    *,
+    config_name: str,
+    overrides: tuple[str, ...],
+    workers: int,
+    node_rank: int,
 ) -> WorkerGroup:
     """What the agent runs: `moe_runtime.worker` with the same configuration."""
     from elastic.agent import WorkerGroup

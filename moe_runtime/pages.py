@@ -4,7 +4,7 @@ A page is in exactly one of three states, and the pool asserts the sum after eve
 
     free      no content worth keeping
     cached    nobody holds it, but it contains the full block `key`; least recently used goes first
-    held      one or more holders (requests, write-through); it may be published under a key as well
+    held      one or more holders (requests, write-through); it may be published under a key too
 
     free + cached + held == num_pages
 
@@ -125,7 +125,7 @@ class PagePool:
         held = {page for page, holders in enumerate(self._holders) if holders}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a page is free twice"
-        assert not (held & free or held & cached or free & cached), "a page is in two states"
+        assert not held & free | held & cached | free & cached, "a page is in two states"
         assert len(held) + len(free) + len(cached) == self._num_pages, "a page is lost"
         assert {self._page_of[key]: key for key in self._page_of} == self._key_of
         assert cached <= self._key_of.keys()

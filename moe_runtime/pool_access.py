@@ -123,7 +123,7 @@ class PoolAccess:
 
 
 def _namespace(config: RuntimeConfig, weights: Weights) -> bytes:
-    """Seed of all block keys: only KV of the same weights, layout and way of computing may match."""
+    """Seed of all block keys: only KV of equal weights, layout and exactness may match."""
     spec = weights.checkpoint.spec
     layout = (
         f"page-major L{spec.num_layers} P{config.scheduler.page_tokens} H{spec.num_kv_heads} "

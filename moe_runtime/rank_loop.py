@@ -25,7 +25,7 @@ from moe_runtime.scheduler import Emit, FetchBlocks, Instruction, StoreBlock
 from transfer import Interrupted
 
 if TYPE_CHECKING:
-    from dispatch import Dispatcher
+    from dispatch import TransferDispatcher
     from elastic import Coordinator, View
     from moe_runtime.front_link import FrontLink
     from moe_runtime.messages import FrontMessage
@@ -50,7 +50,7 @@ class RankLoop:
         view: View,
         engine: TransferEngine,
         coordinator: Coordinator,
-        dispatcher: Dispatcher,
+        dispatcher: TransferDispatcher,
         model: Qwen3MoeModel,
         kv: PagedKV,
         pool: PagePool,

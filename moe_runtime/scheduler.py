@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from moe_runtime.request import Chunk, PassPlan, Request
 
@@ -60,12 +60,12 @@ class StoreBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
-    """A token was generated; `finish_reason` is set on the last one ("stop" or "length")."""
+    """A token was generated; `finish_reason` is set on the last one."""
 
     request_id: str
     index: int
     token_id: int
-    finish_reason: str | None
+    finish_reason: Literal["stop", "length"] | None
     num_cached: int
 
 
@@ -227,7 +227,7 @@ class Scheduler:
         return instructions
 
     def _reserve(self, request: Request, num_tokens: int, planned: list[Chunk]) -> bool:
-        """Give `request` pages for its first `num_tokens`, by preempting later arrivals if need be."""
+        """Give `request` pages for its first `num_tokens`; later arrivals may be preempted."""
         needed = -(-num_tokens // self._page_tokens) - len(request.pages)
         while needed > 0:
             pages = self._pool.allocate(needed)

@@ -12,9 +12,13 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+
+Run = Callable[[list[list[int]], int], None]
 
 
-def vllm_runner(model):
+def vllm_runner(model: str) -> Run:
+    """vLLM, offline interface."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm import LLM, SamplingParams
@@ -28,7 +32,7 @@ def vllm_runner(model):
         max_num_seqs=16,
     )
 
-    def run(prompts, length):
+    def run(prompts: list[list[int]], length: int) -> None:
         sampling = SamplingParams(
             max_tokens=length, min_tokens=length, temperature=0, ignore_eos=True, detokenize=False
         )
@@ -38,13 +42,14 @@ def vllm_runner(model):
     return run
 
 
-def transformers_runner(model):
+def transformers_runner(model: str) -> Run:
+    """transformers, `generate`."""
     import torch
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
 
-    def run(prompts, length):
+    def run(prompts: list[list[int]], length: int) -> None:
         ids = torch.tensor(prompts)
         lm.generate(
             ids,
@@ -58,7 +63,8 @@ def transformers_runner(model):
     return run
 
 
-def main():
+def main() -> None:
+    """Load the engine, then run one round per line."""
     engine, model = sys.argv[1:3]
     run = {"vllm": vllm_runner, "transformers": transformers_runner}[engine](model)
     print("ready", flush=True)
