@@ -4,7 +4,7 @@ A page is in exactly one of three states, and the pool asserts the sum after eve
 
     free      no content worth keeping
     cached    nobody holds it, but it contains the full block `key`; least recently used goes first
-    held      one or more holders (requests, write-through); it may be published under a key too
+    held      one or more holders (requests, write-through); may be published under a key too
 
     free + cached + held == num_pages
 
