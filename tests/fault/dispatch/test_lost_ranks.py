@@ -34,11 +34,12 @@ def reach(mine: DispatchRank, point: str, act) -> None:
     mine.dispatcher.begin_pass()
     if point == "before dispatch":
         act()
-    send = Delivery._send
+    send, acted = Delivery._send, []
 
     def send_then_act(self, stamp, *rest):
         send(self, stamp, *rest)
-        if point == f"inside {stamp.phase}":
+        if point == f"inside {stamp.phase}" and not acted:
+            acted.append(True)
             act()
 
     Delivery._send = send_then_act
@@ -152,12 +153,13 @@ def zombie(mine: DispatchRank, point: str) -> str:
         mine.board.post("stopping", os.getpid())
         os.kill(os.getpid(), signal.SIGSTOP)
 
+    outcome = "went on"
     try:
         reach(mine, point, stop)
+        # The exchange it was in may have been complete on its side; the next cannot be.
+        mine.dispatcher.dispatch(*draw_tokens(LAYOUT, 6, mine.generator), layer=1)
     except (DispatchError, TransferError) as error:
         outcome = f"{type(error).__name__}: {error}"
-    else:
-        outcome = "completed"
     mine.board.post("zombie", outcome)
     return outcome
 
@@ -168,4 +170,4 @@ def test_a_stopped_rank_is_named_and_its_late_writes_harm_nobody(point):
     # With one message of the victim in hand, rank 2 waits one phase further on, for both others.
     assert results[0] == (VICTIM,)
     assert VICTIM in results[2]
-    assert results[VICTIM].startswith(("PassFailed", "PeerLost", "Interrupted")), results
+    assert results[VICTIM].startswith("PassFailed"), results
