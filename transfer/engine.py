@@ -298,10 +298,8 @@ class TransferEngine:
         frame = encode_control(ControlKind.NOTIFY, bytes(payload))
         if not link.control.send(frame, deadline=started + limit):
             self._table.ready(name)
-            raise Transfer(
-                peer=name, operation="notify", backend=link.backend, nbytes=len(payload),
-                deadline=started + limit,
-            ).timed_out()  # fmt: skip
+            elapsed_s = time.monotonic() - started
+            raise TransferTimeout(name, "notify", backend=link.backend, elapsed_s=elapsed_s)
 
     def on_notify(self, handler: NotifyHandler) -> None:
         """Call `handler(peer, payload)` for each notify, on the engine's thread. Before `open`."""
