@@ -139,6 +139,7 @@ def test_neither_pinned_nor_leased_blocks_are_evicted():
     scene.put("v", 2, pin=True)  # pins what exists
     lease = scene.lookup("r", 3).lease_id
     assert scene.put("w", 4) == ["no_space"]
+    assert scene.there(1, 2, 3) == [1, 2, 3], "evicting what is read would free nothing"
     scene.step(m.Release("stranger", [lease]))
     assert scene.put("w", 4) == ["no_space"]
     scene.step(m.Release("r", [lease]))
