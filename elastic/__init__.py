@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elastic.errors import NoSurvivors as NoSurvivors
     from elastic.errors import RecordInvalid as RecordInvalid
     from elastic.errors import RestartsExhausted as RestartsExhausted
+    from elastic.errors import Stopped as Stopped
     from elastic.errors import StoreKeyMissing as StoreKeyMissing
     from elastic.errors import StoreUnavailable as StoreUnavailable
     from elastic.expert_source import EachExpert as EachExpert
@@ -56,6 +57,7 @@ _HOME = {
     "RestartsExhausted": "errors",
     "Role": "view",
     "Slabs": "peer_experts",
+    "Stopped": "errors",
     "StoreKeyMissing": "errors",
     "StoreUnavailable": "errors",
     "TCPStoreMembership": "store",

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from configs.schema import ElasticConfig
-from elastic.errors import AgreementTimeout, Evicted, StoreUnavailable
+from elastic.errors import AgreementTimeout, Evicted, Stopped, StoreUnavailable
 from elastic.evidence import Evidence, EvidenceKind, Watch
 from elastic.inbox import Inbox
 from elastic.joining import GroupShape, Joining
@@ -134,6 +134,7 @@ class Coordinator:
         self._installed: View | None = None
         self._committed_at = 0.0
         self._stall_told_at = float("-inf")
+        self._stopping = False
         self.last_change: ViewChange | None = None
         self._watch = Watch(
             threshold_s=config.stall_threshold_s,
@@ -165,6 +166,7 @@ class Coordinator:
             shape=self._shape,
             timeout_s=self._config.bootstrap_timeout_s,
             clock=self._clock,
+            check=self._check_not_stopped,
         )
         self._step(joining.enter())
         return self._settle()
@@ -228,8 +230,18 @@ class Coordinator:
         deadline = self._clock() + self._config.install_timeout_s
         while any(map(self._links.is_connected, others)) and self._clock() < deadline:
             self._inbox.take(LEAVE_POLL_S)
+            self._check_not_stopped()
         # Its registration remains; nobody may count on it for a new group.
         self._store.report_exit(self._identity.incarnation, "left")
+
+    def stop(self) -> None:
+        """Make the call in progress, and every later one that would wait, raise `Stopped`.
+
+        For a process that ends without regard to the group: others that end at the same moment
+        would otherwise be waited for. Any thread, or a signal handler.
+        """
+        self._stopping = True
+        self._inbox.nudge()
 
     def close(self) -> None:
         """End the watch thread. The engine and the store belong to the caller."""
@@ -256,6 +268,7 @@ class Coordinator:
         epoch = 0 if self._installed is None else self._installed.epoch
         noticed = self._inbox.interrupted_at or started
         while not self._try_finish(epoch):
+            self._check_not_stopped()
             if self._clock() - started > limit_s:
                 raise AgreementTimeout(
                     epoch=self._machine.epoch,
@@ -293,6 +306,10 @@ class Coordinator:
             else:
                 self._step(event)
         return False
+
+    def _check_not_stopped(self) -> None:
+        if self._stopping:
+            raise Stopped(rank=self._identity.rank)
 
     def _drain(self) -> None:
         while (event := self._inbox.take()) is not None:

@@ -7,6 +7,7 @@
     ├── Evicted
     ├── JoinTimeout            (retryable)
     ├── AgreementTimeout
+    ├── Stopped
     ├── NoSurvivors
     ├── ExpertsUnavailable     (retryable)
     └── RestartsExhausted
@@ -95,6 +96,14 @@ class JoinTimeout(ElasticError):
         self.rank = rank
         self.waited_s = waited_s
         self.obstacle = obstacle
+
+
+class Stopped(ElasticError):
+    """`Coordinator.stop` was called: this process ends, whatever the group is doing."""
+
+    def __init__(self, *, rank: int) -> None:
+        super().__init__(f"rank {rank} was told to stop", rank=rank)
+        self.rank = rank
 
 
 class AgreementTimeout(ElasticError):

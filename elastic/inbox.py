@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from elastic import messages
 from elastic.errors import RecordInvalid
 from elastic.evidence import Evidence, EvidenceKind
-from elastic.protocol import Event, Received, RecordRead, Suspected
+from elastic.protocol import Event, Received, RecordRead, Suspected, Tick
 from elastic.view import View
 from transfer import TransferEngine, TransferError
 
@@ -74,6 +74,10 @@ class Inbox:
             if urgent and self._epoch > 0 and self._interrupted_at is None:
                 self._interrupted_at = self._clock()
                 self._engine.interrupt("the membership changes")
+
+    def nudge(self) -> None:
+        """Wake who waits in `take`. Takes no lock: a signal handler may call it at any point."""
+        self._events.put(Tick())
 
     def put_record(self, view: View) -> None:
         """Add a view read from the record, if it is newer than the adopted one."""

@@ -76,6 +76,7 @@ class Joining:
         shape: For the first view.
         timeout_s: How long the first view waits for everybody, and half of the deadline.
         clock: Monotonic seconds.
+        check: Called between attempts; raises to give up.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Joining:
         shape: GroupShape,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._identity = identity
         self._store = store
@@ -96,6 +98,7 @@ class Joining:
         self._shape = shape
         self._timeout_s = timeout_s
         self._clock = clock
+        self._check = check
         self._started = clock()
         self._cut_off_since: float | None = None
         self._accused_at = float("-inf")
@@ -122,6 +125,7 @@ class Joining:
                 raise JoinTimeout(
                     rank=self._identity.rank, waited_s=waited_s, obstacle=self._obstacle
                 )
+            self._check()
             time.sleep(POLL_INTERVAL_S)
 
     def _start_group(self) -> RecordRead | ProposalAnswered | None:

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from moe_runtime.messages import FrontMessage, WorkerMessage, decode_front_message, encode
+from moe_runtime.messages import (
+    FrontMessage,
+    Stop,
+    WorkerMessage,
+    decode_front_message,
+    encode,
+)
 from transfer.control import secure_client
 
 if TYPE_CHECKING:
@@ -32,15 +38,30 @@ _LINGER_MS = 500
 
 
 class FrontLink:
-    """Sends worker messages and collects front messages; `send` and `received` are thread-safe."""
+    """Sends worker messages and collects front messages; `send` and `received` are thread-safe.
+
+    Args:
+        address: "host:port" of the front.
+        secret: The cluster secret.
+        incarnation: The name that the front knows this worker by.
+        on_arrival: Called on the link's thread after messages came in.
+        on_stop: Called on the link's thread when the front says `Stop`.
+    """
 
     def __init__(
-        self, address: str, secret: bytes, *, incarnation: str, on_arrival: Callable[[], None]
+        self,
+        address: str,
+        secret: bytes,
+        *,
+        incarnation: str,
+        on_arrival: Callable[[], None],
+        on_stop: Callable[[], None],
     ) -> None:
         self._address = address
         self._secret = secret
         self._incarnation = incarnation
         self._on_arrival = on_arrival
+        self._on_stop = on_stop
         self._outgoing: deque[bytes] = deque(maxlen=QUEUE_MESSAGES_MAX)
         self._incoming: deque[FrontMessage] = deque(maxlen=QUEUE_MESSAGES_MAX)
         self._closing = False
@@ -100,5 +121,9 @@ class FrontLink:
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while socket.poll(0):
-            self._incoming.append(decode_front_message(socket.recv()))
+            message = decode_front_message(socket.recv())
+            if isinstance(message, Stop):
+                self._on_stop()  # at once: the rank loop may be waiting for members that stop too
+            else:
+                self._incoming.append(message)
         self._on_arrival()

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dispatch import DispatchLayout, TransferDispatcher
-from elastic import Coordinator, ElasticError, ExpertLoader, Member, Role
+from elastic import Coordinator, ElasticError, ExpertLoader, Member, Role, Stopped
 from elastic.expert_source import EachExpert
 from elastic.peer_experts import ExpertServer, PeerExpertSource, Slabs
 from kvstore import KVStoreError
@@ -93,17 +93,20 @@ class Incarnation:
         self._around = around
         self._loop: RankLoop | None = None
         self._stop_wanted = False
+        self._coordinator: Coordinator | None = None
 
     def stop(self) -> None:
         """End after the pass in progress (safe in a signal handler)."""
         self._stop_wanted = True
+        if self._coordinator is not None:
+            self._coordinator.stop()
         if self._loop is not None:
             self._loop.request_stop()
 
     def leave(self) -> None:
         """Leave the group in a planned way, then end (safe in a signal handler)."""
         if self._loop is None:
-            self._stop_wanted = True
+            self.stop()  # not a member yet, so there is nothing to hand over
         else:
             self._loop.request_leave()
 
@@ -113,29 +116,35 @@ class Incarnation:
         Raises:
             Evicted: The group goes on without this incarnation.
         """
-        with ExitStack() as stack:
+        with ExitStack() as stack, suppress(Stopped):
             loop = self._build(stack)
-            if self._stop_wanted:
-                return
+            # Forgotten before the engine closes: a late signal must not wake what is gone.
+            stack.callback(self._forget)
             self._loop = loop
-            try:
+            if not self._stop_wanted:
                 loop.run()
-            finally:
-                self._loop = None
+
+    def _forget(self) -> None:
+        self._loop = self._coordinator = None
 
     def _build(self, stack: ExitStack) -> RankLoop:
         """Put the life together; everything that listens exists before the engine opens."""
         config, weights, around = self._config, self._weights, self._around
         engine = TransferEngine(config.transfer, name=self.name, secret=around.secret)
         link = FrontLink(
-            around.front_address, around.secret, incarnation=self.name, on_arrival=engine.wake
+            around.front_address,
+            around.secret,
+            incarnation=self.name,
+            on_arrival=engine.wake,
+            on_stop=self.stop,
         )
         access = PoolAccess(config, weights, engine, around)
         slabs = Slabs(engine, weights.bank)
         server = ExpertServer(engine, weights.bank, slabs)
         dispatcher = TransferDispatcher(engine, config.dispatch, layout=self._layout())
         loader = self._loader(engine, slabs, access)
-        coordinator = self._coordinator(engine, self._member(dispatcher, loader, link))
+        coordinator = self._new_coordinator(engine, self._member(dispatcher, loader, link))
+        self._coordinator = coordinator
         for part in (engine, link, access, server):
             stack.callback(part.close)
             part.open()
@@ -206,7 +215,7 @@ class Incarnation:
             context_len_max=max_context_tokens(self._config, weights.checkpoint),
         )
 
-    def _coordinator(self, engine: TransferEngine, member: WorkerMember) -> Coordinator:
+    def _new_coordinator(self, engine: TransferEngine, member: WorkerMember) -> Coordinator:
         around, spec = self._around, self._weights.checkpoint.spec
         identity = Member(
             rank=around.rank,

@@ -206,7 +206,7 @@ class RankLoop:
             case Drain():
                 self.request_leave()
             case Stop():
-                self.request_stop()
+                self.request_stop()  # the link has told us already
 
     def _report_load(self) -> None:
         now = time.monotonic()
