@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from configs.schema import MissingExperts
-from dispatch.errors import PassFailed
+from dispatch.errors import MessageMismatch, PassFailed
 from dispatch.exchange import Exchange
 from dispatch.expert_map import ExpertMap
 from dispatch.handle import DispatchHandle, ExpertRows
@@ -96,7 +96,11 @@ class CollectiveDispatcher:
         buffers = self._move(
             sizes, incoming, stamp, lambda w, part: self._exchange.write_dispatch(outgoing, w, part)
         )
-        arrived, handle = self._exchange.receive(outgoing, buffers)
+        try:
+            arrived, handle = self._exchange.receive(outgoing, buffers)
+        except MessageMismatch:
+            self._sequence.become_failed()
+            raise
         self._sequence.dispatched(handle)
         return arrived, handle
 
@@ -120,7 +124,11 @@ class CollectiveDispatcher:
             stamp,
             lambda w, part: exchange.write_combine(returning, w, part),
         )
-        out = exchange.finish(returning, buffers)
+        try:
+            out = exchange.finish(returning, buffers)
+        except MessageMismatch:
+            self._sequence.become_failed()
+            raise
         self._sequence.combined()
         return out
 

@@ -1,0 +1,243 @@
+"""Epochs, offers and interruptions of the transfer dispatcher, with real engines in threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from configs.schema import DispatchConfig, MissingExperts, TransferConfig
+from dispatch import (
+    CallOrder,
+    DispatchLayout,
+    ExpertMap,
+    InputInvalid,
+    LayoutMismatch,
+    MessageMismatch,
+    PassFailed,
+    StaleEpoch,
+    TransferDispatcher,
+)
+from tests.support.moe_reference import draw_tokens, reference, run_layer
+from transfer import Interrupted, TransferEngine
+
+LAYOUT = DispatchLayout(
+    hidden=24, topk=2, num_logical=5, num_layers=2, dtype=torch.bfloat16, max_tokens=6
+)
+NAMES = {rank: f"{rank + 1:016x}" for rank in range(2)}
+EVEN = ExpertMap.even(num_layers=2, num_logical=5, ranks=[0, 1])
+
+
+@contextmanager
+def pair(
+    *, timeout_s: float = 20.0, layouts: Sequence[DispatchLayout] = (LAYOUT, LAYOUT)
+) -> Iterator[list[TransferDispatcher]]:
+    engines = [TransferEngine(TransferConfig(), name=NAMES[r], secret=b"test") for r in range(2)]
+    dispatchers = [
+        TransferDispatcher(engine, DispatchConfig(pass_timeout_s=timeout_s), layout=layout)
+        for engine, layout in zip(engines, layouts, strict=True)
+    ]
+    with engines[0], engines[1]:
+        engines[0].connect(engines[1].address, timeout_s=20)
+        yield dispatchers
+        for dispatcher in dispatchers:
+            dispatcher.close()
+            dispatcher.close()
+
+
+def prepared(dispatchers, epoch: int, **options) -> list[dict[int, bytes]]:
+    return [
+        dispatcher.prepare(epoch=epoch, rank=rank, members=NAMES, expert_map=EVEN, **options)
+        for rank, dispatcher in enumerate(dispatchers)
+    ]
+
+
+def install(dispatchers, epoch: int, **options) -> None:
+    offers = prepared(dispatchers, epoch, **options)
+    for rank, dispatcher in enumerate(dispatchers):
+        dispatcher.install({1 - rank: offers[1 - rank][rank]})
+
+
+def both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+    """Run two ranks at once; return what each returned or raised."""
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - the outcome of a rank, looked at by the test
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(outcome, call) for call in (first, second)]
+        return futures[0].result(60), futures[1].result(60)
+
+
+def checked_pass(dispatcher: TransferDispatcher, num_tokens: int) -> bool:
+    dispatcher.begin_pass()
+    for layer in range(2):
+        x, ids, weights = draw_tokens(LAYOUT, num_tokens, torch.Generator())
+        out = run_layer(dispatcher, x, ids, weights, layer)
+        assert torch.equal(out, reference(x, ids, weights, layer))
+    dispatcher.end_pass()
+    return True
+
+
+def run_both(dispatchers) -> None:
+    outcomes = both(*(lambda d=d, t=t: checked_pass(d, t) for t, d in enumerate(dispatchers)))
+    assert outcomes == (True, True), outcomes
+
+
+def test_epoch_after_epoch_in_every_state():
+    with pair() as dispatchers:
+        with pytest.raises(CallOrder):
+            dispatchers[0].begin_pass()
+        with pytest.raises(CallOrder):
+            dispatchers[0].install({})
+        assert dispatchers[0].pass_started_by_peer() == []
+        prepared(dispatchers, 3)  # prepared, never installed
+        with pytest.raises(CallOrder):
+            dispatchers[0].begin_pass()
+        install(dispatchers, 4)
+        assert [d.epoch for d in dispatchers] == [4, 4]
+        run_both(dispatchers)
+        dispatchers[0].begin_pass()  # left in the middle of a pass
+        install(dispatchers, 9)
+        run_both(dispatchers)
+        assert dispatchers[0].statistics().passes == 2
+
+
+def test_an_epoch_that_is_not_newer_is_refused_and_changes_nothing():
+    with pair() as dispatchers:
+        install(dispatchers, 4)
+        for epoch in (4, 3):
+            with pytest.raises(InputInvalid, match="epoch"):
+                prepared(dispatchers, epoch)
+        other_map = ExpertMap.even(num_layers=2, num_logical=6, ranks=[0, 1])
+        for options in ({"expert_map": other_map}, {"rank": 7}):
+            fields = {"epoch": 5, "rank": 0, "members": NAMES, "expert_map": EVEN, **options}
+            with pytest.raises(InputInvalid):
+                dispatchers[0].prepare(**fields)
+        run_both(dispatchers)
+
+
+def test_offers_of_another_epoch_or_layout_are_refused():
+    narrow = dataclasses.replace(LAYOUT, max_tokens=5)
+    with pair(layouts=(LAYOUT, narrow)) as dispatchers:
+        old = prepared(dispatchers, 1)
+        new = prepared(dispatchers, 2)
+        with pytest.raises(StaleEpoch):
+            dispatchers[0].install({1: old[1][0]})
+        with pytest.raises(LayoutMismatch) as caught:
+            dispatchers[0].install({1: new[1][0]})
+        assert (caught.value.name, caught.value.observed, caught.value.expected) == (
+            "max_tokens",
+            5,
+            6,
+        )
+        for offers in ({}, {1: b"short"}):
+            with pytest.raises(LayoutMismatch):
+                dispatchers[0].install(offers)
+        with pytest.raises(CallOrder):
+            dispatchers[0].begin_pass()
+
+
+def test_an_interrupt_passes_through_and_ends_the_pass():
+    with pair() as (first, second):
+        install((first, second), 1)
+        first.begin_pass()
+        timer = threading.Timer(0.1, first._engine.interrupt, ["abort of epoch 1"])
+        timer.start()
+        with pytest.raises(Interrupted):
+            first.dispatch(*draw_tokens(LAYOUT, 1, torch.Generator()), layer=0)
+        timer.join()
+        first._engine.resume()
+        with pytest.raises(CallOrder):
+            first.begin_pass()
+        install((first, second), 2)
+        run_both((first, second))
+
+
+def test_silence_is_named():
+    with pair(timeout_s=0.3) as (first, second):
+        install((first, second), 1)
+        first.begin_pass()
+        with pytest.raises(PassFailed) as caught:
+            first.dispatch(*draw_tokens(LAYOUT, 1, torch.Generator()), layer=0)
+        assert caught.value.suspects == (1,)
+        install((first, second), 2)
+        run_both((first, second))
+
+
+def test_a_rank_that_has_left_the_epoch_is_not_accused():
+    with pair() as (first, second):
+        install((first, second), 1)
+        second.prepare(epoch=2, rank=1, members=NAMES, expert_map=EVEN)
+        first.begin_pass()
+        with pytest.raises(PassFailed) as caught:
+            first.dispatch(*draw_tokens(LAYOUT, 1, torch.Generator()), layer=0)
+        assert caught.value.suspects == ()
+        assert "RegionUnknown" in caught.value.evidence
+        install((first, second), 3)
+        run_both((first, second))
+
+
+def test_ranks_in_different_layers_find_out():
+    with pair() as dispatchers:
+        install(dispatchers, 1)
+
+        def start(rank: int) -> None:
+            dispatchers[rank].begin_pass()
+            dispatchers[rank].dispatch(*draw_tokens(LAYOUT, 1, torch.Generator()), layer=rank)
+
+        outcomes = both(lambda: start(0), lambda: start(1))
+        assert all(isinstance(outcome, MessageMismatch) for outcome in outcomes), outcomes
+        assert outcomes[0].name == "layer"
+        with pytest.raises(CallOrder):
+            dispatchers[0].begin_pass()
+
+
+def test_experts_of_absent_ranks_are_left_out_under_degrade():
+    with pair() as dispatchers:
+        beyond = ExpertMap.even(num_layers=2, num_logical=5, ranks=[0, 1, 8])
+        offers = [
+            dispatcher.prepare(
+                epoch=1,
+                rank=rank,
+                members=NAMES,
+                expert_map=beyond,
+                missing_experts=MissingExperts.DEGRADE,
+            )
+            for rank, dispatcher in enumerate(dispatchers)
+        ]
+        for rank, dispatcher in enumerate(dispatchers):
+            dispatcher.install({1 - rank: offers[1 - rank][rank]})
+        (lost,) = {e for e in range(5) if beyond.owners(0, e) == (8,)}
+        ids = torch.tensor([[lost, 0], [0, 1]])
+
+        def run(dispatcher: TransferDispatcher) -> torch.Tensor:
+            dispatcher.begin_pass()
+            x, weights = torch.ones(2, 24).bfloat16(), torch.full((2, 2), 0.5)
+            return run_layer(dispatcher, x, ids, weights, 0)
+
+        outs = both(*(lambda d=d: run(d) for d in dispatchers))
+        want = reference(torch.ones(1, 24).bfloat16(), torch.tensor([[0]]), torch.ones(1, 1), 0)
+        for out in outs:
+            assert torch.equal(out[:1], want), "the other choice has the whole weight"
+        assert dispatchers[0].statistics().degraded_choices == 1
+
+
+def test_nothing_is_left_offered_after_close():
+    with pair() as dispatchers:
+        install(dispatchers, 1)
+        install(dispatchers, 2)
+        engines = [dispatcher._engine for dispatcher in dispatchers]
+        assert [engine.statistics().offers for engine in engines] == [1, 1]
+        for dispatcher in dispatchers:
+            dispatcher.close()
+        assert [engine.statistics().offers for engine in engines] == [0, 0]
