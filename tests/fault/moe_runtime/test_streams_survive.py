@@ -1,4 +1,7 @@
-"""Workers are killed, stopped and brought back under load: no stream ends early or differs."""
+"""Workers are killed, stopped and brought back under load: no stream ends early or differs.
+
+MOE_RUNTIME_KILL_ROUNDS=50 repeats every scenario on one cluster, with fresh prompts each time.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,11 @@ if TYPE_CHECKING:
 
     from tests.support.cluster import Stream
 
+ROUNDS = int(os.environ.get("MOE_RUNTIME_KILL_ROUNDS", "1"))
 MAX_TOKENS = 120
+NUM_STREAMS = 8
+
+pytestmark = pytest.mark.timeout(240 + 60 * ROUNDS)
 
 
 @pytest.fixture(scope="module")
@@ -38,22 +45,59 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return served_checkpoint(tmp_path_factory.mktemp(f"checkpoint-{seed}"), seed=seed)
 
 
-def kill(members: Sequence[dict[str, Any]]) -> None:
-    for member in members:
-        os.kill(member["pid"], signal.SIGKILL)
-
-
-async def disturb(
-    client: httpx.AsyncClient, running: Sequence[Stream], *, victims: int
+async def choose_victims(
+    client: httpx.AsyncClient, running: Sequence[Stream], count: int
 ) -> list[dict[str, Any]]:
-    """When the streams are well under way, choose the workers that own most of them."""
+    """When the streams are well under way, the workers that own most of them."""
     total = sum(stream.body["max_tokens"] for stream in running)
     while sum(len(stream.arrivals) for stream in running) < total / 4:
         await asyncio.sleep(0.01)
     members = (await status(client))["members"]
     members.sort(key=lambda member: -member["open_requests"])
-    assert members[victims - 1]["open_requests"] > 0, "the fault would hit nobody's stream"
-    return list(members[:victims])
+    assert members[count - 1]["open_requests"] > 0, "the fault would hit nobody's stream"
+    return list(members[:count])
+
+
+async def all_back(client: httpx.AsyncClient, without: set[str]) -> dict[str, Any]:
+    """Wait until four workers are members and ready, none of them of the old incarnations."""
+
+    def complete(answer: dict[str, Any]) -> bool:
+        members = answer["members"]
+        names = {member["incarnation"] for member in members if member["said_hello"]}
+        return len(names) == len(members) == 4 and not names & without
+
+    return await wait_for(client, complete, "all four slots are members again")
+
+
+def ranks_of(answer: dict[str, Any]) -> set[int]:
+    """Ranks of the current members."""
+    return {member["rank"] for member in answer["members"]}
+
+
+class Scenario:
+    """One cluster, and streams run with and without a fault."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str) -> None:
+        self.client = client
+        self.seed = random.SystemRandom().randrange(1 << 30)
+        self.model = model
+        self.prompts = random_prompts(random.Random(self.seed), NUM_STREAMS)
+
+    def fresh(self) -> list[Stream]:
+        """The streams of this scenario, not started."""
+        return streams(self.model, self.prompts, max_tokens=MAX_TOKENS, seed=self.seed)
+
+    async def undisturbed(self) -> list[str]:
+        """Their texts when nothing happens."""
+        return await run_all(self.client, self.fresh())
+
+    async def finish(self, texts: list[str], expected: list[str], disturbed: list[Stream]) -> None:
+        """Every stream is whole and the same, and nothing of it is left at the front."""
+        assert texts == expected, f"seed {self.seed}"
+        for stream in disturbed:
+            assert stream.usage is not None
+            assert stream.usage["completion_tokens"] == MAX_TOKENS
+        assert (await status(self.client))["open_requests"] == 0
 
 
 @pytest.mark.parametrize("victims", [1, 2])
@@ -62,33 +106,21 @@ def test_sigkill(checkpoint: Path, victims: int) -> None:
 
 
 async def streams_survive_sigkill(checkpoint: Path, victims: int) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    prompts = random_prompts(random.Random(seed), 8)
     async with serving(cluster_config(checkpoint)) as (_, client):
-        name = checkpoint.name
-        undisturbed = await run_all(
-            client, streams(name, prompts, max_tokens=MAX_TOKENS, seed=seed)
-        )
-        disturbed = streams(name, prompts, max_tokens=MAX_TOKENS, seed=seed)
-        running = asyncio.create_task(run_all(client, disturbed))
-        before = await status(client)
-        killed = await disturb(client, disturbed, victims=victims)
-        kill(killed)
-        texts = await running
-        assert texts == undisturbed, f"seed {seed}"
-        assert all(stream.usage["completion_tokens"] == MAX_TOKENS for stream in disturbed)
-        names = {member["incarnation"] for member in killed}
-
-        def is_back(answer: dict[str, Any]) -> bool:
-            now = {member["incarnation"] for member in answer["members"]}
-            return len(now) == 4 and not now & names
-
-        after = await wait_for(client, is_back, "the killed workers' slots are members again")
-        assert after["epoch"] > before["epoch"]
-        assert {m["rank"] for m in after["members"]} == {m["rank"] for m in before["members"]}
-        again = await run_all(client, streams(name, prompts, max_tokens=MAX_TOKENS, seed=seed))
-        assert again == undisturbed
-        assert (await status(client))["open_requests"] == 0
+        for _ in range(ROUNDS):
+            scenario = Scenario(client, checkpoint.name)
+            expected = await scenario.undisturbed()
+            before = await status(client)
+            disturbed = scenario.fresh()
+            running = asyncio.create_task(run_all(client, disturbed))
+            killed = await choose_victims(client, disturbed, victims)
+            for member in killed:
+                os.kill(member["pid"], signal.SIGKILL)
+            await scenario.finish(await running, expected, disturbed)
+            after = await all_back(client, {member["incarnation"] for member in killed})
+            assert after["epoch"] > before["epoch"]
+            assert ranks_of(after) == ranks_of(before)
+            assert await scenario.undisturbed() == expected
 
 
 def test_sigstop_and_the_zombie_wakes(checkpoint: Path) -> None:
@@ -96,31 +128,22 @@ def test_sigstop_and_the_zombie_wakes(checkpoint: Path) -> None:
 
 
 async def streams_survive_sigstop(checkpoint: Path) -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    prompts = random_prompts(random.Random(seed), 8)
     async with serving(cluster_config(checkpoint)) as (_, client):
-        name = checkpoint.name
-        undisturbed = await run_all(
-            client, streams(name, prompts, max_tokens=MAX_TOKENS, seed=seed)
-        )
-        disturbed = streams(name, prompts, max_tokens=MAX_TOKENS, seed=seed)
-        running = asyncio.create_task(run_all(client, disturbed))
-        (victim,) = await disturb(client, disturbed, victims=1)
-        os.kill(victim["pid"], signal.SIGSTOP)
-        try:
-            texts = await running
-            fenced = await status(client)
-            assert victim["incarnation"] not in {m["incarnation"] for m in fenced["members"]}
-        finally:
-            os.kill(victim["pid"], signal.SIGCONT)
-        assert texts == undisturbed, f"seed {seed}"
-
-        def is_back(answer: dict[str, Any]) -> bool:
-            return any(member["pid"] == victim["pid"] for member in answer["members"])
-
-        back = await wait_for(client, is_back, "the stopped process is a member again")
-        (member,) = [m for m in back["members"] if m["pid"] == victim["pid"]]
-        assert member["incarnation"] != victim["incarnation"]
-        assert member["rank"] == victim["rank"]
-        again = await run_all(client, streams(name, prompts, max_tokens=MAX_TOKENS, seed=seed))
-        assert again == undisturbed
+        for _ in range(ROUNDS):
+            scenario = Scenario(client, checkpoint.name)
+            expected = await scenario.undisturbed()
+            disturbed = scenario.fresh()
+            running = asyncio.create_task(run_all(client, disturbed))
+            (victim,) = await choose_victims(client, disturbed, 1)
+            os.kill(victim["pid"], signal.SIGSTOP)
+            try:
+                texts = await running
+                fenced = {m["incarnation"] for m in (await status(client))["members"]}
+                assert victim["incarnation"] not in fenced
+            finally:
+                os.kill(victim["pid"], signal.SIGCONT)
+            await scenario.finish(texts, expected, disturbed)
+            back = await all_back(client, {victim["incarnation"]})
+            # The process that was stopped is the one that is back: it was fenced, not killed.
+            assert victim["pid"] in {member["pid"] for member in back["members"]}
+            assert await scenario.undisturbed() == expected
