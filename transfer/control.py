@@ -1,23 +1,12 @@
 """The control channel: requests and replies over ZeroMQ, for the cluster's members only.
 
-Every socket uses CURVE with keys derived from the cluster secret:
-
-    server key pair    from HMAC(secret, "server")        the same for every server
-    client key pair    from HMAC(secret, "client")        the same for every client
-
-CURVE never sends the server's long-term public key; a client has to know it beforehand to say as
-much as hello. It is derived from the secret here and published nowhere, so that knowing it *is*
-the proof of membership: without it no handshake completes, and no message passes in either way.
-
-`RpcServer` and `RpcClient` add requests with deadlines. A client that got no answer makes a new
-socket for the next request (a late reply has nowhere to go then), so that it survives a server
-that was restarted.
+`transfer.curve` keeps strangers out. `RpcServer` and `RpcClient` add requests with deadlines. A
+client that got no answer makes a new socket for the next request (a late reply has nowhere to go
+then), so that it survives a server that was restarted.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import threading
 import time
@@ -25,14 +14,16 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
-from zmq.utils import z85
 
+from transfer.curve import secure_client, secure_server
 from transfer.errors import ControlError, RemoteError, RpcTimeout
 
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 200
-_POLL_S = 0.5
+_POLL_MS = 100
+# Larger messages close the connection: nothing on this channel is anywhere near.
+_MESSAGE_BYTES_MAX = 64 << 20
 
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -44,31 +35,7 @@ _encode_failure = msgspec.msgpack.Encoder().encode
 _decode_failure = msgspec.msgpack.Decoder(_Failure).decode
 _OK, _FAILED = b"\0", b"\1"
 
-
-def _key_pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
-    """Public and secret key in Z85; any 32 bytes are a secret key of Curve25519."""
-    seed = hmac.new(secret, b"moe-runtime control " + role, hashlib.sha256).digest()
-    private = z85.encode(seed)
-    return zmq.curve_public(private), private
-
-
-def secure_server(socket: zmq.Socket, secret: bytes) -> None:  # type: ignore[type-arg]
-    """Make a socket that will be bound admit members of the cluster only (before binding)."""
-    socket.curve_publickey, socket.curve_secretkey = _key_pair(secret, b"server")
-    socket.curve_server = True
-
-
-def secure_client(socket: zmq.Socket, secret: bytes, *, identity: str) -> None:  # type: ignore[type-arg]
-    """Give a socket that will be connected the member's keys (before connecting).
-
-    Args:
-        socket: A zmq or zmq.asyncio socket.
-        secret: The cluster secret.
-        identity: The routing id that the server sees, such as an incarnation.
-    """
-    socket.setsockopt(zmq.IDENTITY, identity.encode())
-    socket.curve_serverkey = _key_pair(secret, b"server")[0]
-    socket.curve_publickey, socket.curve_secretkey = _key_pair(secret, b"client")
+__all__ = ["RpcClient", "RpcServer", "secure_client", "secure_server"]
 
 
 class RpcServer:
@@ -109,6 +76,7 @@ class RpcServer:
         socket = context.socket(zmq.ROUTER)
         socket.linger = LINGER_MS
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.maxmsgsize = _MESSAGE_BYTES_MAX
         secure_server(socket, self._secret)
         try:
             socket.bind(f"tcp://{self._host}:{self._port or '*'}")
@@ -136,7 +104,7 @@ class RpcServer:
     def _run(self, socket: zmq.Socket[bytes]) -> None:
         try:
             while not self._closing.is_set():
-                if socket.poll(int(_POLL_S * 1e3) // 5):
+                if socket.poll(_POLL_MS):
                     self._answer(socket)
         finally:
             socket.close()
@@ -225,6 +193,7 @@ class RpcClient:
         if self._socket is None:
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
+            socket.maxmsgsize = _MESSAGE_BYTES_MAX
             secure_client(socket, self._secret, identity=self._identity)
             socket.connect(f"tcp://{self._address}")
             self._socket = socket
