@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any, NoReturn
 
 import click
 
 from moe_runtime import __version__
+from moe_runtime.process_end import run_and_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,10 @@ COMMANDS = {
 
 class LazyGroup(click.Group):
     """A group that knows its commands' names and imports a command only to run it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Be the command of this process; a caller that lives on uses `main` instead."""
+        run_and_end(lambda: self.main(*args, **kwargs))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of the commands whose module is installed, in the order of the table."""

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from moe_runtime.options import config_options, load_from_options
+from moe_runtime.options import config_options, failures_in_one_line, load_from_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -222,5 +222,7 @@ def demo_command(streams: int, tokens: int, **options: object) -> None:
         async with LocalCluster(config) as cluster:
             return await run_demo(cluster, num_streams=streams, max_tokens=tokens)
 
-    if not asyncio.run(main()):
+    with failures_in_one_line():
+        same = asyncio.run(main())
+    if not same:
         raise click.ClickException("a stream differs from its undisturbed run")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moe_runtime.options import config_options, load_from_options
-from moe_runtime.parent import die_with_parent
+from moe_runtime.options import config_options, failures_in_one_line, load_from_options
+from moe_runtime.parent import NODE_VARIABLE, die_with_parent
 
 if TYPE_CHECKING:
     from configs.schema import RuntimeConfig
@@ -39,7 +39,7 @@ def worker_group(
         master_addr=config.cluster.membership_host,
         master_port=config.cluster.membership_port,
         environment={
-            "MOE_RUNTIME_NODE": f"{socket.gethostname()}-{os.getpid()}",
+            NODE_VARIABLE: os.environ.get(NODE_VARIABLE) or f"{socket.gethostname()}-{os.getpid()}",
             # One compute thread per worker unless the user says otherwise: idle OpenMP threads
             # spin, and take the cores from the other workers of the node.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(config.model.threads)),
@@ -53,7 +53,7 @@ def worker_group(
 @click.option("--node-rank", default=0, show_default=True, help="Position of this node.")
 def launch_command(workers: int | None, node_rank: int, **options: object) -> None:
     """Run workers that join the cluster of the configuration."""
-    from elastic import ElasticError, LocalAgent, TCPStoreMembership
+    from elastic import LocalAgent, TCPStoreMembership
     from moe_runtime.logs import configure_logging
 
     die_with_parent()
@@ -67,13 +67,11 @@ def launch_command(workers: int | None, node_rank: int, **options: object) -> No
         node_rank=node_rank,
     )
     cluster = config.cluster
-    try:
+    with failures_in_one_line():
         membership = TCPStoreMembership(cluster.membership_host, cluster.membership_port)
         try:
             agent = LocalAgent(config.elastic, group, store=membership)
             status = agent.run_until_signal()
         finally:
             membership.close()
-    except ElasticError as error:
-        raise click.ClickException(str(error)) from error
     sys.exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -9,7 +10,7 @@ import click
 from configs import ConfigError, load_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from configs.schema import RuntimeConfig
 
@@ -52,3 +53,17 @@ def load_from_options(options: Mapping[str, Any], *, extra: Sequence[str] = ()) 
         return load_config(options["config"], overrides=[*options["overrides"], *extra])
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
+
+
+@contextmanager
+def failures_in_one_line() -> Iterator[None]:
+    """Turn what can go wrong outside of this program into one line and exit status 1."""
+    # Imported here: they bring torch, which `config` and `--help` do without.
+    from elastic import ElasticError
+    from moe_runtime.errors import MoeRuntimeError
+    from transfer import TransferError
+
+    try:
+        yield
+    except (MoeRuntimeError, ElasticError, TransferError, OSError) as error:
+        raise click.ClickException(" ".join(str(error).split())) from error

@@ -8,6 +8,8 @@ import signal
 import sys
 
 PARENT_VARIABLE = "MOE_RUNTIME_PARENT"
+#: names the failure domain of workers: the agent that started them
+NODE_VARIABLE = "MOE_RUNTIME_NODE"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

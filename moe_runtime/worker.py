@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moe_runtime.options import config_options, load_from_options
+from moe_runtime.options import config_options, failures_in_one_line, load_from_options
+from moe_runtime.parent import NODE_VARIABLE
+from moe_runtime.process_end import run_and_end
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -52,7 +54,7 @@ class Place:
     @classmethod
     def from_environment(cls) -> Place:
         """Read RANK and LOCAL_RANK; a worker started by hand is rank 0 of its own."""
-        node = os.environ.get("MOE_RUNTIME_NODE") or f"{socket.gethostname()}-{os.getppid()}"
+        node = os.environ.get(NODE_VARIABLE) or f"{socket.gethostname()}-{os.getppid()}"
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -167,8 +169,6 @@ class Worker:
 @config_options(default_preset="example")
 def worker_command(**options: object) -> None:
     """Run one rank (use `torchrun -m moe_runtime.worker` or `moe-runtime launch`)."""
-    from elastic import ElasticError
-    from moe_runtime.errors import MoeRuntimeError
     from moe_runtime.logs import configure_logging
 
     place = Place.from_environment()
@@ -178,11 +178,9 @@ def worker_command(**options: object) -> None:
     worker = Worker(config, place)
     signal.signal(signal.SIGTERM, worker.on_signal)
     signal.signal(signal.SIGINT, worker.on_signal)
-    try:
+    with failures_in_one_line():
         worker.run()
-    except (MoeRuntimeError, ElasticError) as error:
-        raise click.ClickException(str(error)) from error
 
 
 if __name__ == "__main__":
-    worker_command()
+    run_and_end(worker_command)
