@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 RECEIVE_BYTES: Final = 256 << 10
 SERVING_MAX: Final = 64
+# What a peer sent before its end is delivered, up to this many reads.
+LAST_READS_MAX: Final = 64
 # A peer whose machine vanished is found out after about this long, without any traffic.
 KEEPALIVE: Final = {
     socket.TCP_KEEPIDLE: 5,
@@ -122,9 +124,10 @@ class Links:
 
     def lose(self, link: PeerLink, evidence: str, *, fenced: bool = False) -> None:
         """End a link; idempotent. What the peer completed before its end still counts."""
-        if link.state is LinkState.LOST:
+        if link.state is LinkState.LOST or (link.ending and not fenced):
             return
         if not fenced:
+            link.ending = True
             self._read_to_the_end(link)
         was_ready = link.state is LinkState.READY
         if not link.become_lost(evidence):
@@ -279,11 +282,16 @@ class Links:
         elif kind is ControlKind.WITHDRAWN:
             link.windows.drop(content)
         else:
-            self.lose(link, f"closed by the peer: {content.decode(errors='replace')[:200]}")
+            link.farewell = f"closed by the peer: {content.decode(errors='replace')[:200]}"
+            self.lose(link, link.farewell)
 
     def _read_to_the_end(self, link: PeerLink) -> None:
         if link.signal is not None:
             self.board.drain_channel(link.signal)
+        for _ in range(LAST_READS_MAX):
+            if link.control.closed:
+                break
+            link.control.read()
 
     def _on_signal_lost(self, channel: SignalChannel, evidence: str) -> None:
         """Any thread: the thread that waits is the first to know."""

@@ -32,6 +32,8 @@ class PeerLink:
 
     Attributes:
         evidence: why it was lost, None while it is well. Set once, from any thread.
+        farewell: what the peer said when it closed, "" if it said nothing.
+        ending: its last words are being read.
         settled: set when the link is ready, or lost before it was.
         serving: connections on which the peer makes requests.
         incoming: which of the peer's writes are in place here.
@@ -58,6 +60,8 @@ class PeerLink:
         self.incoming = IncomingWrites()
         self.state = LinkState.CONNECTING
         self.evidence: str | None = None
+        self.farewell = ""
+        self.ending = False
         self.settled = threading.Event()
 
     @property
@@ -83,7 +87,7 @@ class PeerLink:
         if self.state is LinkState.LOST:
             return False
         self.state = LinkState.LOST
-        self.evidence = self.evidence or evidence
+        self.evidence = self.farewell or self.evidence or evidence
         self.settled.set()
         return True
 

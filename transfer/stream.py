@@ -99,6 +99,10 @@ class Stream:
                 self._push()
             return True
 
+    def read(self) -> None:
+        """Read once now, whether or not something is there. On the loop's thread."""
+        self._on_readable()
+
     def pause(self) -> None:
         """Stop reading until the outbox has drained: the peer does not take our replies."""
         with self._room:

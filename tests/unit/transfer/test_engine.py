@@ -379,3 +379,20 @@ def test_an_engine_is_opened_once() -> None:
     engine: TransferEngine = new_engine()
     with engine, pytest.raises(EngineClosed):
         engine.open()
+
+
+@both_backends
+def test_what_was_sent_before_the_end_is_delivered(backend: str) -> None:
+    got: list[int] = []
+    told: list[str] = []
+    a, b = new_engine(backend), new_engine(backend)
+    b.on_notify(lambda name, payload: got.append(len(payload)))
+    b.on_peer_lost(lambda name, evidence: told.append(evidence))
+    with b:
+        with a:
+            a.connect(b.address)
+            for size in range(50):
+                a.notify(b.name, b"n" * size * 100)
+        eventually(lambda: bool(told), "on_peer_lost")
+        assert got == [size * 100 for size in range(50)]
+        assert told == ["closed by the peer: the engine was closed"]
