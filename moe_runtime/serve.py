@@ -150,9 +150,10 @@ class LocalCluster:
     def _check_checkpoint(self) -> None:
         """Find out here, on one line, what every worker would stumble over."""
         from moe_runtime.models.checkpoint import Checkpoint
+        from moe_runtime.models.inventory import check_inventory
 
-        with Checkpoint(self._config.model.path):
-            pass
+        with Checkpoint(self._config.model.path) as checkpoint:
+            check_inventory(checkpoint)
 
     async def _start_front(self, folder: Path) -> None:
         from elastic import TCPStoreMembership

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FINGERPRINT_BYTES = 1 << 20
 READABLE = (torch.bfloat16, torch.float32, torch.float16)
+READABLE_STORED = ("BF16", "F32", "F16")
 
 
 class Checkpoint:
@@ -126,6 +128,19 @@ class Checkpoint:
         # Even without a conversion a copy: what safetensors returns may be the mapped file.
         return found.to(dtype, copy=True)
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Look at one tensor without reading it.
+
+        Raises:
+            CheckpointError: As `tensor`.
+        """
+        found = self._look_at(name, lambda file: file.get_slice(name))
+        stored = tuple(found.get_shape())
+        if stored != shape:
+            raise self._invalid(name, f"shape {list(shape)}", f"{list(stored)}")
+        if found.get_dtype() not in READABLE_STORED:
+            raise self._invalid(name, "a floating type", str(found.get_dtype()))
+
     def read_expert(self, moe_layer: int, logical_expert: int, blob: torch.Tensor) -> None:
         """Read one expert's three matrices into a blob of the bank.
 
@@ -170,19 +185,23 @@ class Checkpoint:
         return self._files[filename]
 
     def _read(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._look_at(name, lambda file: file.get_tensor(name))
+        self.names_read.add(name)
+        return found
+
+    def _look_at(self, name: str, look: Callable[[Any], Any]) -> Any:
+        """Apply `look` to the file that holds a tensor."""
         filename = self._names.get(name)
         if filename is None:
             raise TensorMissing(path=str(self.directory), name=name)
         file = self._opened(filename)
         try:
-            found: torch.Tensor = file.get_tensor(name)
+            return look(file)
         except SafetensorError as error:
             if name not in set(file.keys()):
                 raise TensorMissing(path=str(self.directory / filename), name=name) from error
             path = str(self.directory / filename)
             raise CheckpointFileInvalid(path=path, problem=str(error)) from error
-        self.names_read.add(name)
-        return found
 
     def _check(self, name: str, found: torch.Tensor, shape: tuple[int, ...]) -> None:
         if tuple(found.shape) != shape:
