@@ -3,6 +3,8 @@
 Same-host peers copy into each other's mapped memory, others talk tcp; see docs/transfer.md.
 """
 
+from __future__ import annotations
+
 from transfer.engine import TransferEngine
 from transfer.errors import (
     AccessRefused,

@@ -81,13 +81,18 @@ class TransferEngine:
         """
         if self._state != "new":
             raise EngineClosed(f"an engine is opened once; this one is {self._state}")
-        self._state = "open"
         backend = self._config.backend
-        self._rendezvous.listen(
-            self._config.host,
-            shared_memory=backend is not TransferBackend.TCP,
-            tcp=backend is not TransferBackend.SHARED_MEMORY,
-        )
+        try:
+            self._rendezvous.listen(
+                self._config.host,
+                shared_memory=backend is not TransferBackend.TCP,
+                tcp=backend is not TransferBackend.SHARED_MEMORY,
+            )
+        except OSError:
+            self._state = "closed"
+            self._rendezvous.abandon()
+            raise
+        self._state = "open"
         self._board.open()
         self._loop.start()
         self._loop.call(self._rendezvous.start)
@@ -288,8 +293,7 @@ class TransferEngine:
         if len(payload) > self._config.notify_bytes_max:
             raise ValueError(f"{len(payload)} bytes exceed {self._config.notify_bytes_max}")
         if name == self.name:
-            self._loop.check()
-            self._loop.call(lambda: self._links.deliver(name, bytes(payload)))
+            self._links.notify_self(name, bytes(payload))
             return
         link = self._table.ready(name)
         started = time.monotonic()
@@ -365,7 +369,7 @@ class TransferEngine:
     def _tell_withdrawn(self, token: bytes, name: str) -> None:
         link = self._table.get(name)
         if link is not None:
-            link.control.send(encode_control(ControlKind.WITHDRAWN, token))
+            self._links.tell_withdrawn(link, token)
 
     def _public(self, link: PeerLink) -> Peer:
         return Peer(link.name, link.facts.address, link.backend, lambda: link.alive)

@@ -80,6 +80,11 @@ class EventLoop:
         if self._stopping or not self._thread.is_alive():
             raise EngineClosed("the transfer engine is not open")
 
+    @property
+    def backlog(self) -> int:
+        """How many calls wait for the thread."""
+        return len(self._calls)
+
     def call(self, function: Callable[[], None]) -> None:
         """Run `function` soon on the thread."""
         self._calls.append(function)

@@ -8,13 +8,20 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from configs.schema import TransferConfig
 from transfer.backends.service import ServiceConnection, ServiceContext
 from transfer.backends.shared_memory import Windows
 from transfer.backends.tcp import Operation, RequestQueue
-from transfer.errors import HandshakeRefused, PeerLost, ProtocolViolation, TransferError
+from transfer.errors import (
+    HandshakeRefused,
+    PeerLost,
+    ProtocolViolation,
+    TransferError,
+    TransferTimeout,
+)
 from transfer.event_loop import EventLoop
 from transfer.handle import Transfer
 from transfer.handshake import Facts, Purpose
@@ -34,6 +41,7 @@ RECEIVE_BYTES: Final = 256 << 10
 SERVING_MAX: Final = 64
 # What a peer sent before its end is delivered, up to this many reads.
 LAST_READS_MAX: Final = 64
+BACKLOG_MAX: Final = 1 << 14
 # A peer whose machine vanished is found out after about this long, without any traffic.
 KEEPALIVE: Final = {
     socket.TCP_KEEPIDLE: 5,
@@ -139,7 +147,7 @@ class Links:
         self._close(link, PeerLost(link.name, evidence))
         if was_ready and not fenced:
             for handler in self.lost_handlers:
-                self._run_handler(lambda h=handler: h(link.name, evidence))  # type: ignore[misc]
+                self._run_handler(partial(handler, link.name, evidence))
 
     def fence(self, name: str, reason: str) -> None:
         """End the link of a fenced name and forget its counts."""
@@ -162,11 +170,30 @@ class Links:
         for link in self._table.links():
             link.requests.expire(now)
 
+    def tell_withdrawn(self, link: PeerLink, token: bytes) -> None:
+        """Tell a peer that a key is void. Any thread; never waits."""
+        if link.control.full:
+            # It has not read for megabytes, and would go on using keys that are void.
+            self._loop.call(lambda: self.lose(link, "it does not read its control connection"))
+        else:
+            link.control.send(encode_control(ControlKind.WITHDRAWN, token))
+
+    def notify_self(self, name: str, payload: bytes) -> None:
+        """Deliver to our own handlers, on the engine's thread. Any thread.
+
+        Raises:
+            TransferTimeout: the handlers are thousands of calls behind.
+        """
+        self._loop.check()
+        if self._loop.backlog > BACKLOG_MAX:
+            raise TransferTimeout(name, "notify", backend="local")
+        self._loop.call(lambda: self.deliver(name, payload))
+
     def deliver(self, name: str, payload: bytes) -> None:
         """Give a notify to the handlers."""
         self._tally.count("notifies_received")
         for handler in self.notify_handlers:
-            self._run_handler(lambda h=handler: h(name, payload))  # type: ignore[misc]
+            self._run_handler(partial(handler, name, payload))
 
     def _backend(self, facts: Facts) -> str | None:
         own = self._rendezvous.facts

@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from transfer.errors import HandshakeRefused, PeerUnreachable, ProtocolViolation
@@ -189,7 +190,7 @@ class Rendezvous:
     def start(self) -> None:
         """Begin to accept."""
         for sock in self._listeners:
-            self._loop.watch(sock, lambda _, sock=sock: self._accept(sock), READABLE)  # type: ignore[misc]
+            self._loop.watch(sock, partial(self._accept, sock), READABLE)
 
     def close(self) -> None:
         """Close the listeners and every handshake in progress."""
@@ -271,7 +272,7 @@ class Rendezvous:
         self._negotiations.add(negotiation)
         return negotiation
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, _events: int) -> None:
         try:
             sock, _ = listener.accept()
         except OSError:

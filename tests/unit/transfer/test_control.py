@@ -127,7 +127,12 @@ def test_strangers_get_nothing(
     server: RpcServer, client: RpcClient, secure: Callable[[zmq.Socket[bytes]], None]
 ) -> None:
     heard: list[bytes] = []
-    server._handler = lambda identity, request: heard.append(request) or b""  # type: ignore[func-returns-value]
+
+    def listen(identity: str, request: bytes) -> bytes:
+        heard.append(request)
+        return b""
+
+    server._handler = listen
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         secure(socket)

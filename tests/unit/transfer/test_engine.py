@@ -396,3 +396,12 @@ def test_what_was_sent_before_the_end_is_delivered(backend: str) -> None:
         eventually(lambda: bool(told), "on_peer_lost")
         assert got == [size * 100 for size in range(50)]
         assert told == ["closed by the peer: the engine was closed"]
+
+
+def test_a_host_that_is_not_ours_cannot_be_listened_on() -> None:
+    before = open_descriptors()
+    engine = new_engine(host="192.0.2.1")
+    with pytest.raises(OSError, match="assign"):
+        engine.open()
+    engine.close()
+    assert open_descriptors() == before

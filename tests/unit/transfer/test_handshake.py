@@ -14,6 +14,7 @@ from transfer.handshake import (
     MESSAGE_BYTES_MAX,
     VERSION,
     AcceptorHandshake,
+    Admission,
     DialerHandshake,
     Facts,
     Handshake,
@@ -32,16 +33,20 @@ def facts(name: str) -> Facts:
     )
 
 
-def dialer(secret: bytes = SECRET, name: str = "dialer", **options: object) -> DialerHandshake:
-    admit = options.get("admit", lambda purpose, name: None)
-    return DialerHandshake(secret=secret, name=name, facts=facts(name), admit=admit)  # type: ignore[arg-type]
+def anybody(purpose: Purpose, name: str) -> str | None:
+    return None
+
+
+def dialer(
+    secret: bytes = SECRET, name: str = "dialer", admit: Admission = anybody
+) -> DialerHandshake:
+    return DialerHandshake(secret=secret, name=name, facts=facts(name), admit=admit)
 
 
 def acceptor(
-    secret: bytes = SECRET, name: str = "acceptor", **options: object
+    secret: bytes = SECRET, name: str = "acceptor", admit: Admission = anybody
 ) -> AcceptorHandshake:
-    admit = options.get("admit", lambda purpose, name: None)
-    return AcceptorHandshake(secret=secret, name=name, facts=facts(name), admit=admit)  # type: ignore[arg-type]
+    return AcceptorHandshake(secret=secret, name=name, facts=facts(name), admit=admit)
 
 
 def give(machine: Handshake, data: bytes) -> bytes:
