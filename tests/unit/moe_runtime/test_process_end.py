@@ -1,0 +1,55 @@
+"""A command's process ends with its status, its output written, and nothing run afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import atexit, logging, sys
+from moe_runtime.process_end import run_and_end
+atexit.register(lambda: sys.stderr.write("tidied up"))
+logging.basicConfig(format="%(message)s")
+def command():
+    sys.stdout.write("said")
+    logging.getLogger().warning("logged")
+    BODY
+run_and_end(command)
+"""
+
+
+def run(body: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("BODY", body)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "stderr"),
+    [
+        ("pass", 0, "logged\n"),
+        ("sys.exit(0)", 0, "logged\n"),
+        ("sys.exit(None)", 0, "logged\n"),
+        ("sys.exit(7)", 7, "logged\n"),
+        ("sys.exit('why')", 1, "logged\nwhy\n"),
+    ],
+)
+def test_status_and_output(body: str, status: int, stderr: str) -> None:
+    done = run(body)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "said", stderr)
+
+
+def test_another_error_is_not_hidden() -> None:
+    done = run("1 / 0")
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert "tidied up" in done.stderr
