@@ -103,7 +103,8 @@ class SignalPoll:
 
     def __init__(self) -> None:
         self._channels: dict[int, SignalChannel] = {}
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler may call `wake` in the very thread that holds it.
+        self._lock = threading.RLock()
         self._open = False
 
     def open(self) -> None:
