@@ -19,6 +19,7 @@ import zmq
 
 from moe_runtime.messages import (
     FrontMessage,
+    MessageInvalid,
     Stop,
     WorkerMessage,
     decode_front_message,
@@ -64,6 +65,7 @@ class FrontLink:
         self._on_stop = on_stop
         self._outgoing: deque[bytes] = deque(maxlen=QUEUE_MESSAGES_MAX)
         self._incoming: deque[FrontMessage] = deque(maxlen=QUEUE_MESSAGES_MAX)
+        self._unsent: bytes | None = None  # taken from the queue; the socket had no room for it
         self._closing = False
         self._event = -1
         self._thread = threading.Thread(target=self._run, name="front-link", daemon=True)
@@ -109,19 +111,36 @@ class FrontLink:
                 ready = dict(poller.poll())
                 if self._event in ready:
                     os.eventfd_read(self._event)
-                while self._outgoing:
-                    socket.send(self._outgoing.popleft())
+                has_room = self._send_queued(socket)
                 if self._closing:
                     return
+                # Asked for only when it is full: a socket with room is always ready to be written.
+                poller.modify(socket, zmq.POLLIN if has_room else zmq.POLLIN | zmq.POLLOUT)
                 if socket in ready:
                     self._receive(socket)
         finally:
             socket.close()
             context.term()
 
+    def _send_queued(self, socket: zmq.Socket[bytes]) -> bool:
+        """Send what is queued; False if the socket has no room for it (the front is away)."""
+        while self._unsent is not None or self._outgoing:
+            if self._unsent is None:
+                self._unsent = self._outgoing.popleft()
+            try:
+                socket.send(self._unsent, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._unsent = None
+        return True
+
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while socket.poll(0):
-            message = decode_front_message(socket.recv())
+            try:
+                message = decode_front_message(socket.recv())
+            except MessageInvalid as error:
+                logger.warning("from the front: %s", error)
+                continue
             if isinstance(message, Stop):
                 self._on_stop()  # at once: the rank loop may be waiting for members that stop too
             else:
