@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import KVStoreError, named_key
-from transfer import TransferError
+from moe_runtime.errors import ExpertNotResident
+from transfer import TransferError, allocate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from elastic.peer_experts import Slabs
     from kvstore import StoreClient
     from moe_runtime.models.experts import ExpertBank
+    from transfer import Memory, Region, TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class ExpertBackup:
     """The pool as a source of experts, and the thread that fills it.
 
     Args:
+        engine: The process's engine, open while the thread runs.
         client: The rank's access to the pool.
         bank: Where experts are read from and written to.
         slabs: The bank's memory as regions.
@@ -43,17 +46,26 @@ class ExpertBackup:
     name = "pool"
 
     def __init__(
-        self, client: StoreClient, bank: ExpertBank, slabs: Slabs, *, namespace: bytes
+        self,
+        engine: TransferEngine,
+        client: StoreClient,
+        bank: ExpertBank,
+        slabs: Slabs,
+        *,
+        namespace: bytes,
     ) -> None:
+        self._engine = engine
         self._client = client
         self._bank = bank
         self._slabs = slabs
         self._namespace = namespace
+        self._resident: Sequence[ExpertId] = ()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="expert-backup", daemon=True)
 
     def open(self) -> None:
-        """Start copying the resident experts into the pool, once."""
+        """Start copying the experts that are resident now into the pool, once."""
+        self._resident = self._bank.resident()  # here: the bank is the rank loop's
         self._thread.start()
 
     def close(self) -> None:
@@ -90,23 +102,37 @@ class ExpertBackup:
         return filled
 
     def _write_all(self) -> None:
-        for expert in self._bank.resident():
-            if self._closing.is_set():
-                return
+        copy = allocate(self._bank.blob_bytes)
+        region = self._engine.register(copy)
+        try:
+            for expert in self._resident:
+                if self._closing.is_set():
+                    return
+                if self._copy(expert, copy):
+                    self._put(expert, region)
+        except (KVStoreError, TransferError) as error:
+            # Without the copy an orphaned expert comes from disk.
+            logger.warning("no backup of the experts from %s on: %s", expert, error)
+        finally:
+            self._engine.release(region)
+            copy.close()
+
+    def _copy(self, expert: ExpertId, copy: Memory) -> bool:
+        """Copy one expert; False if the rank loop took its place meanwhile.
+
+        Written straight from the bank, a place that is given to another expert during the put
+        would leave that one's bytes in the pool, under a checksum that agrees with them.
+        """
+        try:
             location = self._bank.location(*expert)
-            try:
-                self._client.put(
-                    [self._key(expert)],
-                    self._slabs.region(location.slab),
-                    [location.offset],
-                    location.nbytes,
-                    pin=True,
-                    timeout_s=PUT_TIMEOUT_S,
-                )
-            except (KVStoreError, TransferError) as error:
-                # Without the copy an orphaned expert comes from disk.
-                logger.warning("no backup of the experts from %s on: %s", expert, error)
-                return
+            copy.tensor.copy_(self._bank.blob(*expert))
+            return self._bank.has(*expert) and self._bank.location(*expert) == location
+        except ExpertNotResident:
+            return False
+
+    def _put(self, expert: ExpertId, region: Region) -> None:
+        keys, nbytes = [self._key(expert)], self._bank.blob_bytes
+        self._client.put(keys, region, [0], nbytes, pin=True, timeout_s=PUT_TIMEOUT_S)
 
     def _slab(self, expert: ExpertId) -> int:
         return self._bank.location(*expert).slab
