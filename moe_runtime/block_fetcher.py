@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import KVStoreError
+from moe_runtime.errors import MoeRuntimeError
 from transfer import TransferError
 
 if TYPE_CHECKING:
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
     from transfer import Region
 
 logger = logging.getLogger(__name__)
+
+
+class FetcherFailed(MoeRuntimeError):
+    """The thread that copies blocks from the pool has ended."""
+
+    def __init__(self, *, problem: str) -> None:
+        super().__init__(f"the block fetcher has ended: {problem}", problem=problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +63,7 @@ class BlockFetcher:
         # Bounded by the scheduler: at most `max_running` requests are being fetched.
         self._requests: queue.SimpleQueue[FetchBlocks | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="block-fetcher", daemon=True)
 
     def open(self) -> None:
@@ -72,13 +81,28 @@ class BlockFetcher:
         self._requests.put(instruction)
 
     def results(self) -> list[Fetched]:
-        """Take the fetches that ended since the last call."""
+        """Take the fetches that ended since the last call.
+
+        Raises:
+            FetcherFailed: The thread ended by an error nobody foresaw; what is queued never ends.
+        """
+        if self._failure is not None:
+            raise FetcherFailed(problem=str(self._failure)) from self._failure
         ended = []
         while not self._results.empty():
             ended.append(self._results.get())
         return ended
 
     def _run(self) -> None:
+        try:
+            self._fetch_until_closed()
+        except BaseException as error:
+            # Told to the rank loop, whose requests would wait for ever.
+            logger.exception("the block fetcher failed")
+            self._failure = error
+            self._on_fetched()
+
+    def _fetch_until_closed(self) -> None:
         while (instruction := self._requests.get()) is not None:
             try:
                 num_blocks = self._fetch(instruction)

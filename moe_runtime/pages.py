@@ -8,7 +8,7 @@ A page is in exactly one of three states, and the pool asserts the sum after eve
 
     free + cached + held == num_pages
 
-Pure bookkeeping: the bytes are in `models.paged_kv.PagedKV`. Not thread-safe: the rank loop owns it.
+Pure bookkeeping: the bytes are in `models.paged_kv.PagedKV`. Not thread-safe: the rank loop's.
 """
 
 from __future__ import annotations

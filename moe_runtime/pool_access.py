@@ -68,7 +68,7 @@ class PoolAccess:
         if self._client is None or not self._config.kvstore.expert_backup:
             return []
         self._backup = ExpertBackup(
-            self._client, self._weights.bank, slabs, namespace=self._namespace
+            self._engine, self._client, self._weights.bank, slabs, namespace=self._namespace
         )
         return [self._backup]
 
@@ -99,7 +99,9 @@ class PoolAccess:
         )
         stack.callback(fetcher.close)
         fetcher.open()
-        self.blocks = PooledBlocks(writer, fetcher, page_bytes=weights.kv.page_bytes)
+        self.blocks = PooledBlocks(
+            writer, fetcher, page_bytes=weights.kv.page_bytes, on_stored=self._engine.wake
+        )
 
     def back_up_experts(self) -> None:
         """Start copying this rank's experts into the pool, in the background."""

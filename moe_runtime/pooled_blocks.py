@@ -16,6 +16,8 @@ import numpy as np
 from moe_runtime.block_fetcher import BlockFetcher, Fetched
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore import WriteThrough
     from moe_runtime.scheduler import FetchBlocks, StoreBlock
 
@@ -23,21 +25,42 @@ logger = logging.getLogger(__name__)
 
 
 class PooledBlocks:
-    """Write-through and fetch of KV pages; the methods belong to the rank loop's thread."""
+    """Write-through and fetch of KV pages; the methods belong to the rank loop's thread.
 
-    def __init__(self, writer: WriteThrough, fetcher: BlockFetcher, *, page_bytes: int) -> None:
+    Args:
+        writer: Open; closed by its owner.
+        fetcher: Likewise.
+        page_bytes: Of one page, which is one block.
+        on_stored: Called on the writer's thread when pages came back: a request may wait for them.
+    """
+
+    def __init__(
+        self,
+        writer: WriteThrough,
+        fetcher: BlockFetcher,
+        *,
+        page_bytes: int,
+        on_stored: Callable[[], None],
+    ) -> None:
         self._writer = writer
         self._fetcher = fetcher
         self._page_bytes = page_bytes
+        self._on_stored = on_stored
         self._stored: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._num_fetched = 0
 
     def store(self, blocks: list[StoreBlock]) -> None:
         """Queue full blocks for the pool; their pages come back through `stored_pages`."""
         pages = [block.page for block in blocks]
+
+        def release() -> None:
+            self._stored.put(pages)
+            self._on_stored()
+
         self._writer.submit(
             [block.key for block in blocks],
             np.array(pages, dtype=np.int64) * self._page_bytes,
-            release=lambda: self._stored.put(pages),
+            release=release,
         )
 
     def stored_pages(self) -> list[int]:
@@ -53,4 +76,15 @@ class PooledBlocks:
 
     def fetched(self) -> list[Fetched]:
         """Fetches that ended since the last call."""
-        return self._fetcher.results()
+        ended = self._fetcher.results()
+        self._num_fetched += sum(fetch.num_blocks for fetch in ended)
+        return ended
+
+    def counters(self) -> dict[str, float]:
+        """Blocks moved so far, for the rank's report."""
+        written = self._writer.statistics()
+        return {
+            "pool_blocks_stored": float(written.stored),
+            "pool_blocks_skipped": float(written.skipped),
+            "pool_blocks_fetched": float(self._num_fetched),
+        }
