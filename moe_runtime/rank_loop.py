@@ -20,11 +20,15 @@ from dispatch import PassFailed
 from moe_runtime.messages import Cancel, Drain, Load, Stop, Submit, TokenItem, Tokens
 from moe_runtime.models.batch import SequenceInput, build_batch
 from moe_runtime.request import PassPlan, Request
-from moe_runtime.sampling import SamplingParams, sample
+from moe_runtime.sampling import LogitsInvalid, SamplingParams, sample
 from moe_runtime.scheduler import Emit, FetchBlocks, Instruction, StoreBlock
 from transfer import Interrupted
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
     from dispatch import TransferDispatcher
     from elastic import Coordinator, View
     from moe_runtime.front_link import FrontLink
@@ -151,16 +155,31 @@ class RankLoop:
         self._dispatcher.begin_pass()
         logits = self._model.forward(batch, self._kv, self._dispatcher)
         self._dispatcher.end_pass()
-        requests = [chunk.request for chunk in plan.chunks if chunk.samples]
-        tokens = sample(
-            logits,
-            [request.sampling for request in requests],
-            [len(request.token_ids) for request in requests],
-            outputs=[request.num_output for request in requests],
-        )
         self._counters["passes"] += 1
         self._counters["tokens_computed"] += plan.num_tokens
-        self._perform(self._scheduler.complete(plan, tokens))
+        sampled, failed = sample_each(
+            logits, [chunk.request for chunk in plan.chunks if chunk.samples]
+        )
+        for request, error in failed:
+            self._give_up(request, error)
+        if failed:
+            without = [request.request_id for request, _ in failed]
+            kept = [c for c in plan.chunks if c.request.request_id not in without]
+            plan = PassPlan(chunks=tuple(kept))
+        self._perform(self._scheduler.complete(plan, sampled))
+
+    def _give_up(self, request: Request, error: LogitsInvalid) -> None:
+        """End one request by an error; the others of its pass go on."""
+        logger.error("request %s: %s", request.request_id, error)
+        self._scheduler.cancel(request.request_id)
+        item = TokenItem(
+            request_id=request.request_id,
+            index=request.num_output,
+            token_ids=[],
+            finish_reason="error",
+            error=str(error),
+        )
+        self._link.send(Tokens(incarnation=self._incarnation, items=[item]))
 
     def _perform(self, instructions: list[Instruction]) -> None:
         items: list[TokenItem] = []
@@ -221,9 +240,43 @@ class RankLoop:
                 free_pages=self._pool.num_available,
                 num_pages=self._pool.num_pages,
                 epoch=self._epoch,
-                counters=self._counters | {"preemptions": float(self._scheduler.num_preemptions)},
+                counters=self._all_counters(),
             )
         )
+
+    def _all_counters(self) -> dict[str, float]:
+        counters = self._counters | {"preemptions": float(self._scheduler.num_preemptions)}
+        return counters if self._blocks is None else counters | self._blocks.counters()
+
+
+def sample_each(
+    logits: torch.Tensor, requests: Sequence[Request]
+) -> tuple[list[int], list[tuple[Request, LogitsInvalid]]]:
+    """Sample the next token of each request.
+
+    Args:
+        logits: [S, V] float32, one row for each request.
+        requests: S requests.
+
+    Returns:
+        The tokens of those that have one, in order; and the others, whose logits are no
+        distribution. Such a request would fail on every worker, and must not end them.
+    """
+    failed: list[tuple[Request, LogitsInvalid]] = []
+    while True:
+        try:
+            tokens = sample(
+                logits,
+                [request.sampling for request in requests],
+                [len(request.token_ids) for request in requests],
+                outputs=[request.num_output for request in requests],
+            )
+        except LogitsInvalid as error:
+            failed.append((requests[error.row], error))
+            kept = [row for row in range(len(requests)) if row != error.row]
+            logits, requests = logits[kept], [requests[row] for row in kept]
+        else:
+            return tokens, failed
 
 
 def _token_item(emit: Emit) -> TokenItem:
