@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from configs.schema import ElasticConfig
-from elastic.errors import AgreementTimeout, Evicted, Stopped, StoreUnavailable
+from elastic.errors import AgreementTimeout, Evicted, NoSurvivors, Stopped, StoreUnavailable
 from elastic.evidence import Evidence, EvidenceKind, Watch
 from elastic.inbox import Inbox
 from elastic.joining import GroupShape, Joining
@@ -218,15 +218,20 @@ class Coordinator:
     def leave(self) -> None:
         """Leave as planned: the others take over this rank's experts, reading them from it.
 
-        Returns once they have cut the connection, or after `install_timeout_s`.
+        Returns once they have cut the connection, or after `install_timeout_s`; at once if nobody
+        else is left, or all others leave too.
         """
-        view = self._installed
-        assert view is not None, "join() first"
-        if len(view.members) == 1:
-            return  # nobody to hand over to
-        self._step(LeaveAsked())
-        self._settle()
-        others = view.others(self._identity.incarnation)
+        assert self._installed is not None, "join() first"
+        try:
+            self._step(LeaveAsked())
+            self._settle()
+        except NoSurvivors:
+            logger.info("the last member leaves: nobody to hand over to")
+            return
+        # Those of the first view without us: of several that leave at once, each waits only for
+        # those that left later.
+        after = self._machine.view
+        others = after.members if after is not None else ()
         deadline = self._clock() + self._config.install_timeout_s
         while any(map(self._links.is_connected, others)) and self._clock() < deadline:
             self._inbox.take(LEAVE_POLL_S)

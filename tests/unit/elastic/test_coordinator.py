@@ -83,6 +83,7 @@ class Worker:
                     self.views.append(self.coordinator.report(suspects, "no message"))
                 elif self.leave.is_set():
                     self.coordinator.leave()
+                    self.engine.kill()
                     return
                 elif (view := self.coordinator.poll()) is not None:
                     self.views.append(view)
@@ -250,6 +251,17 @@ def test_leaving_hands_over(four: Cluster) -> None:
     four.workers[0].thread.join(timeout=5)
     assert not four.workers[0].thread.is_alive()
     assert four.workers[0].error is None
+
+
+def test_all_may_leave_at_once(four: Cluster) -> None:
+    for worker in four.workers:
+        worker.leave.set()
+    start = time.monotonic()
+    for worker in four.workers:
+        worker.thread.join(timeout=10)
+        assert not worker.thread.is_alive()
+        assert worker.error is None
+    assert time.monotonic() - start < CONFIG.install_timeout_s, "they waited for each other"
 
 
 def test_a_restarted_group_takes_over_the_record(four: Cluster) -> None:
