@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 BODY_BYTES_MAX = 16 << 20
 _encode_json = msgspec.json.Encoder().encode
+#: line ends to Unicode and to clients that split a stream with `str.splitlines`, not to JSON
+_LINE_ENDS = {
+    "\u0085".encode(): b"\\u0085",
+    "\u2028".encode(): b"\\u2028",
+    "\u2029".encode(): b"\\u2029",
+}
 
 
 async def read_body(request: Request) -> bytes:
@@ -99,7 +105,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(_events(self._opened, include_usage=self._include_usage)) as events:
             async for event in events:
-                data = event if isinstance(event, bytes) else _encode_json(event)
+                data = event if isinstance(event, bytes) else _encode_line(event)
                 await send(
                     {
                         "type": "http.response.body",
@@ -108,6 +114,14 @@ class EventStream(Response):
                     }
                 )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _encode_line(event: object) -> bytes:
+    """Encode as JSON that is one line to everybody."""
+    line = _encode_json(event)
+    for text, escape in _LINE_ENDS.items():
+        line = line.replace(text, escape)
+    return line
 
 
 async def _events(

@@ -71,6 +71,22 @@ def test_completions_whole_and_streamed(tmp_path):
     asyncio.run(main())
 
 
+def test_a_line_of_a_stream_is_one_line_to_every_client(tmp_path):
+    prompt = "a\x0bb\x0cc\x1cd\x1de\x1ef\x85g\u2028h\u2029i\r\nj"
+
+    async def main():
+        async with serving(tmp_path) as (_, client):
+            body = {"prompt": prompt, "echo": True, "stream": True, "max_tokens": 3, "seed": 1}
+            response = await post(client, **body)
+            assert [line for line in response.text.splitlines() if line] == [
+                line for line in response.text.split("\n") if line
+            ]
+            texts = [event["choices"][0]["text"] for event in events(response)]
+            assert "".join(texts).startswith(prompt)
+
+    asyncio.run(main())
+
+
 def test_chat_streams_the_role_first(tmp_path):
     async def main():
         async with serving(tmp_path) as (running, client):
