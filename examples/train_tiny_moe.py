@@ -1,4 +1,4 @@
-"""Train the example model `tiny-moe` (Qwen3-MoE, 16 experts, top-4) on a CPU, in minutes.
+"""Train the example model `tiny-moe` (Qwen3-MoE, 16 experts, top-4) on a CPU, in half an hour.
 
     apt-get download r-cran-janeaustenr && dpkg -x r-cran-janeaustenr*.deb /tmp/austen
     python examples/train_tiny_moe.py --text /tmp/austen --output examples/tiny-moe
@@ -30,7 +30,7 @@ logger = logging.getLogger("train_tiny_moe")
 VOCAB = 4096
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS_PER_STEP = 2048
-LEARNING_RATE = 3e-3
+BALANCE = 0.02
 WARMUP_STEPS = 50
 SHORT, LONG = 256, 2048
 LONG_SHARE = 0.1  # the last steps see whole windows of the model's full context
@@ -111,7 +111,7 @@ def build_model() -> Qwen3MoeForCausalLM:
         max_position_embeddings=LONG,
         tie_word_embeddings=True,
         output_router_logits=True,
-        router_aux_loss_coef=0.01,
+        router_aux_loss_coef=0.0,  # ours is per layer, see `balance`
         initializer_range=0.04,
         bos_token_id=None,
         eos_token_id=0,
@@ -135,38 +135,53 @@ def batches(data: torch.Tensor, steps: int, generator: torch.Generator) -> Itera
         yield torch.stack([data[start : start + length] for start in starts])
 
 
-def learning_rate(step: int, steps: int) -> float:
+def rate_factor(step: int, steps: int) -> float:
     """Linear warm-up, then a cosine down to 3 %."""
     if step < WARMUP_STEPS:
-        return LEARNING_RATE * (step + 1) / WARMUP_STEPS
+        return (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
-    return LEARNING_RATE * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done)))
+    return 0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def train(model: Qwen3MoeForCausalLM, data: Data, steps: int, seed: int) -> None:
-    """AdamW with weight decay on matrices only; the router loss keeps all experts in use."""
+def balance(router_logits: tuple[torch.Tensor, ...], topk: int) -> torch.Tensor:
+    """Mean over layers of E * sum(share of choices * mean probability); 1 is even.
+
+    transformers sums over the layers first, and so never misses an expert that is dead in one
+    layer and busy in another.
+    """
+    terms = []
+    for logits in router_logits:
+        probabilities = logits.softmax(-1)
+        chosen = probabilities.topk(topk).indices.flatten()
+        shares = torch.bincount(chosen, minlength=logits.shape[-1]) / len(chosen)
+        terms.append(logits.shape[-1] * (shares * probabilities.mean(0)).sum())
+    return torch.stack(terms).mean()
+
+
+def train(model: Qwen3MoeForCausalLM, data: Data, *, steps: int, rate: float, seed: int) -> None:
+    """AdamW with weight decay on matrices only; the balance term keeps all experts in use."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
     generator = torch.Generator().manual_seed(seed)
     started = time.monotonic()
     model.train()
     for step, tokens in enumerate(batches(data.train, steps, generator)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps)
+            group["lr"] = rate * rate_factor(step, steps)
         # In fp32: bf16 products compile a kernel for every new number of rows per expert.
-        output = model(input_ids=tokens, labels=tokens)
-        output.loss.backward()
+        output = model(input_ids=tokens, labels=tokens, output_router_logits=True)
+        even = balance(output.router_logits, model.config.num_experts_per_tok)
+        (output.loss + BALANCE * even).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 25 == 0 or step == steps - 1:
             speed = (step + 1) * TOKENS_PER_STEP / (time.monotonic() - started)
-            loss = output.loss.item() - 0.01 * output.aux_loss.item()
             logger.info(
                 "step %d/%d loss %.3f balance %.2f, %.0f tokens/s",
-                *(step, steps, loss, output.aux_loss.item(), speed),
+                *(step, steps, output.loss.item(), even.item(), speed),
             )
 
 
@@ -195,13 +210,14 @@ def held_out_loss(model: Qwen3MoeForCausalLM, data: Data) -> dict[str, float]:
 def expert_shares(model: Qwen3MoeForCausalLM, data: Data) -> tuple[float, float]:
     """Smallest and largest share of held-out choices that any expert of any layer got."""
     model.eval()
-    output = model(input_ids=data.held_out[:LONG].unsqueeze(0), output_router_logits=True)
-    shares = []
-    for logits in output.router_logits:
-        chosen = logits.topk(model.config.num_experts_per_tok).indices.flatten()
-        shares.append(torch.bincount(chosen, minlength=logits.shape[-1]) / len(chosen))
-    stacked = torch.stack(shares)
-    return round(stacked.min().item(), 4), round(stacked.max().item(), 4)
+    counts = torch.zeros(model.config.num_hidden_layers, model.config.num_experts)
+    for window in data.held_out.split(LONG):
+        output = model(input_ids=window.unsqueeze(0), output_router_logits=True)
+        for layer, logits in enumerate(output.router_logits):
+            chosen = logits.topk(model.config.num_experts_per_tok).indices.flatten()
+            counts[layer] += torch.bincount(chosen, minlength=logits.shape[-1])
+    shares = counts / counts.sum(1, keepdim=True)
+    return round(shares.min().item(), 4), round(shares.max().item(), 4)
 
 
 def save(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, output: Path) -> None:
@@ -235,6 +251,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path("/"), help="where the package lies")
     parser.add_argument("--output", type=Path, default=Path("tiny-moe"))
     parser.add_argument("--steps", type=int, default=1700)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--start-from", type=Path, help="a checkpoint to train further")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -243,19 +261,32 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
 
     corpus = read_corpus(arguments.text)
-    tokenizer = train_tokenizer(corpus)
+    earlier = arguments.start_from
+    tokenizer = (
+        Tokenizer.from_file(str(earlier / "tokenizer.json")) if earlier else train_tokenizer(corpus)
+    )
     data = encode(corpus, tokenizer, torch.Generator().manual_seed(arguments.seed))
     model = build_model()
+    if earlier:
+        trained = Qwen3MoeForCausalLM.from_pretrained(earlier, dtype="float32")
+        model.load_state_dict(trained.state_dict())
     parameters = sum(p.numel() for p in model.parameters())
     logger.info("%d training tokens, %d parameters", len(data.train), parameters)
 
     started = time.monotonic()
-    train(model, data, arguments.steps, arguments.seed)
+    train(
+        model,
+        data,
+        steps=arguments.steps,
+        rate=arguments.learning_rate,
+        seed=arguments.seed,
+    )
     minutes = round((time.monotonic() - started) / 60, 1)
     arguments.output.mkdir(parents=True, exist_ok=True)
     save(model, tokenizer, arguments.output)
     record = {
         "command": "python " + " ".join(sys.argv),
+        "before": json.loads((earlier / "training.json").read_text()) if earlier else None,
         "minutes": minutes,
         "steps": arguments.steps,
         "tokens_per_step": TOKENS_PER_STEP,
