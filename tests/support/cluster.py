@@ -107,6 +107,11 @@ def streams(
     ]
 
 
+def copies(wanted: Sequence[Stream]) -> list[Stream]:
+    """The same requests, not sent yet."""
+    return [Stream(body=stream.body) for stream in wanted]
+
+
 async def run_all(client: httpx.AsyncClient, wanted: Sequence[Stream]) -> list[str]:
     """Run the streams at once; their texts."""
     async with asyncio.timeout(DEADLINE_S):
