@@ -19,6 +19,7 @@ deadline, and a client that missed a deadline is left behind and replaced.
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -33,6 +34,9 @@ from elastic.view import Member, View
 T = TypeVar("T")
 
 POLL_INTERVAL_S = 0.01
+RECONNECT_INTERVAL_S = 0.1
+# Of an operation's deadline: what is known about the connection must be told before it is over.
+CONNECT_SHARE = 0.8
 LANE_QUEUE_MAX = 64
 SLOTS_MAX = 4096
 
@@ -255,6 +259,8 @@ class TCPStoreMembership:
         return lane.call(operation, work, self._timeout_s)
 
     def _connect(self) -> KeyValues:
+        # Asked first in our own way: of a missing server the library logs pages.
+        _wait_for_server(self._host, self.port, CONNECT_SHARE * self._timeout_s)
         return _tcp_store(self._host, self.port, self._timeout_s, serve=False)
 
 
@@ -275,6 +281,26 @@ def _serve(host: str, port: int, timeout_s: float) -> KeyValues:
         return _tcp_store(host, port, timeout_s, serve=True)
     except RuntimeError as error:
         raise StoreUnavailable(operation="serve", problem=_first_line(error)) from error
+
+
+def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
+    """Return once something listens there.
+
+    Raises:
+        RuntimeError: Nothing did before the deadline.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = max(deadline - time.monotonic(), POLL_INTERVAL_S)
+        try:
+            socket.create_connection((host, port), timeout=left_s).close()
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                problem = f"no answer from {host}:{port}: {error.strerror or error}"
+                raise RuntimeError(problem) from error
+            time.sleep(RECONNECT_INTERVAL_S)
+        else:
+            return
 
 
 def _get_text(store: KeyValues, key: str) -> str:

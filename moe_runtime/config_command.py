@@ -8,13 +8,7 @@ from typing import Any
 import click
 
 from configs import ConfigError, LoadedConfig, RuntimeConfig, load, render
-from moe_runtime.options import config_options
-
-
-class ConfigRefused(click.ClickException):
-    """A configuration that can't be used: the loader's own lines, exit code 2."""
-
-    exit_code = 2
+from moe_runtime.options import ConfigRefused, config_options
 
 
 @click.group(name="config")

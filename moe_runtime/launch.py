@@ -54,6 +54,7 @@ def worker_group(
 def launch_command(workers: int | None, node_rank: int, **options: object) -> None:
     """Run workers that join the cluster of the configuration."""
     from elastic import LocalAgent, TCPStoreMembership
+    from moe_runtime.cluster_secret import read_secret
     from moe_runtime.logs import configure_logging
 
     die_with_parent()
@@ -68,8 +69,14 @@ def launch_command(workers: int | None, node_rank: int, **options: object) -> No
     )
     cluster = config.cluster
     with failures_in_one_line():
-        membership = TCPStoreMembership(cluster.membership_host, cluster.membership_port)
+        read_secret(cluster)
+        membership = TCPStoreMembership(
+            cluster.membership_host,
+            cluster.membership_port,
+            timeout_s=config.elastic.store_timeout_s,
+        )
         try:
+            membership.read()  # no front, no workers: said once here instead of by each of them
             agent = LocalAgent(config.elastic, group, store=membership)
             status = agent.run_until_signal()
         finally:

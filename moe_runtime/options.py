@@ -39,6 +39,12 @@ def config_options(*, default_preset: str) -> Callable[[Command], Command]:
     return decorate
 
 
+class ConfigRefused(click.ClickException):
+    """A configuration that can't be used: the loader's own lines, exit code 2."""
+
+    exit_code = 2
+
+
 def load_from_options(options: Mapping[str, Any], *, extra: Sequence[str] = ()) -> RuntimeConfig:
     """Load the configuration that the options name.
 
@@ -47,12 +53,12 @@ def load_from_options(options: Mapping[str, Any], *, extra: Sequence[str] = ()) 
         extra: Overrides of the command itself, stronger than the user's.
 
     Raises:
-        click.UsageError: With the loader's own message; the exit status is 2.
+        ConfigRefused: With the loader's own message.
     """
     try:
         return load_config(options["config"], overrides=[*options["overrides"], *extra])
     except ConfigError as error:
-        raise click.UsageError(str(error)) from error
+        raise ConfigRefused(str(error)) from error
 
 
 @contextmanager

@@ -180,11 +180,11 @@ class LocalCluster:
         self._stack.callback(membership.close)
         self.membership_port = membership.port
         master = MasterServer(config.kvstore, secret=secret, host=config.transfer.host)
+        fencing = PoolFencing(master, membership)
+        self._front = Front(config, secret=secret, on_view=fencing.on_view)
         self._stack.callback(master.close)
         master.open()
-        fencing = PoolFencing(master, membership)
         self._stack.push_async_callback(fencing.close)
-        self._front = Front(config, secret=secret, on_view=fencing.on_view)
         self._stack.push_async_callback(self._front.stop)
         await self._front.start()
         membership.put(FRONT_KEY, self._front.control_address.encode())
