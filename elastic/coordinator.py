@@ -264,8 +264,6 @@ class Coordinator:
             self._inbox.put_record(view)
         self._inbox.put_ended(ended)
 
-    # --- the rank loop's thread ----------------------------------------------------------------
-
     def _settle(self) -> View:
         """Step until nothing is under way; return the installed view."""
         started = self._clock()
