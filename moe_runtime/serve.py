@@ -260,7 +260,8 @@ def _check_port(knob: str, host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        problem = f"{knob}: {host}:{port}: {error.strerror or error}"
+        reason = (error.strerror or str(error)).partition(" (while ")[0]  # names the address again
+        problem = f"{knob}: {host}:{port}: {reason}"
         raise ClusterNotStarted(problem=problem) from error
 
 
