@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def check(directory: Path) -> None:
     ],
     ids=str,
 )
-def test_it_lists_exactly_what_the_model_reads(tmp_path: Path, variant: dict[str, object]) -> None:
+def test_it_lists_exactly_what_the_model_reads(tmp_path: Path, variant: dict[str, Any]) -> None:
     directory = make_tiny_checkpoint(tmp_path / "model", **variant)
     check(directory)
     with Checkpoint(directory) as checkpoint:
