@@ -14,6 +14,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+from configs.sources import PREFIX
 from moe_runtime.parent import PARENT_VARIABLE
 
 if TYPE_CHECKING:
@@ -24,6 +25,14 @@ logger = logging.getLogger(__name__)
 KILL_AFTER_S = 20.0
 QUICK_DEATH_S = 30.0
 BACKOFF_DOUBLINGS_MAX = 6
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without settings: the file that the agent is given has them all.
+
+    A variable would beat the file there, and with it what the user said on the command line.
+    """
+    return {key: value for key, value in environ.items() if not key.startswith(PREFIX)}
 
 
 class AgentProcess:
@@ -99,7 +108,7 @@ class AgentProcess:
     async def _spawn(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *self._command,
-            env=os.environ | self._environment,
+            env=child_environment(os.environ) | self._environment,
             stderr=asyncio.subprocess.DEVNULL if self._quiet else None,
             start_new_session=True,  # Ctrl-C is for this process, which then stops the agent
         )
