@@ -36,8 +36,8 @@ LENGTH = 64
 CONCURRENCIES = (1, 4, 16)
 PEER_SCRIPT = Path(__file__).parent / "peers" / "serving_peer.py"
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "one worker": {},
-    "one worker, tolerant": {"model": {"exactness": "tolerant"}},
+    "one worker": {"model": {"threads": 2}},
+    "one worker, tolerant": {"model": {"threads": 2, "exactness": "tolerant"}},
     "four workers": {"cluster": {"workers": 4}},
 }
 
