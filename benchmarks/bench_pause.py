@@ -93,27 +93,40 @@ async def one_kill(client: httpx.AsyncClient, model: str, rng: random.Random) ->
         await asyncio.sleep(0.002)
     before = await members(client)
     victim = max(before, key=lambda member: member["open_requests"])
+    assert victim["open_requests"] > 0, "the kill would hit nobody's stream"
     killed_at = time.monotonic()
     os.kill(victim["pid"], signal.SIGKILL)
+    changes = await view_changes(client, killed_at, len(before) - 1)
     await asyncio.gather(*tasks)
-    survivors = [m for m in await members(client) if m["counters"].get("view_noticed_s")]
-    return _figures(arrivals, survivors, killed_at, victim["open_requests"])
-
-
-def _figures(
-    arrivals: list[list[float]], survivors: list[dict[str, Any]], killed_at: float, owned: int
-) -> dict[str, float]:
+    noticed = min(change["view_noticed_s"] for change in changes)
+    committed = min(change["view_committed_s"] for change in changes)
+    installed = max(change["view_installed_s"] for change in changes)
     pauses = sorted(map(pause_ms, arrivals))
-    figures = {"pause": pauses[-1], "bystander": pauses[0]}
-    changes = [m["counters"] for m in survivors if m["counters"]["view_noticed_s"] >= killed_at]
-    if changes and owned:
-        noticed = min(change["view_noticed_s"] for change in changes)
-        committed = min(change["view_committed_s"] for change in changes)
-        installed = max(change["view_installed_s"] for change in changes)
-        figures["detection"] = (noticed - killed_at) * 1e3
-        figures["agreement"] = (committed - noticed) * 1e3
-        figures["installation"] = (installed - committed) * 1e3
-    return figures
+    return {
+        "pause": pauses[-1],
+        "bystander": pauses[0],
+        "detection": (noticed - killed_at) * 1e3,
+        "agreement": (committed - noticed) * 1e3,
+        "installation": (installed - committed) * 1e3,
+    }
+
+
+async def view_changes(
+    client: httpx.AsyncClient, since: float, count: int
+) -> list[dict[str, float]]:
+    """When each survivor noticed, saw committed and installed its first view after `since`.
+
+    Clocks are the machine's monotonic one. Read while the streams run: the next view change, when
+    the killed worker is back, overwrites the figures.
+    """
+    first: dict[int, dict[str, float]] = {}
+    while len(first) < count:
+        for member in await members(client):
+            counters = member["counters"]
+            if counters.get("view_noticed_s", 0.0) >= since:
+                first.setdefault(member["rank"], counters)
+        await asyncio.sleep(0.05)
+    return list(first.values())
 
 
 async def measure(kills: int, preset: str) -> dict[str, list[float]]:

@@ -73,7 +73,7 @@ class Recorder:
         """Write the header line and the figures, replacing an earlier run's file."""
         header = {
             "benchmark": self.name,
-            "command": shlex.join(["python", *sys.argv]),
+            "command": _command(),
             "commit": commit(),
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             "machine": machine(),
@@ -82,6 +82,13 @@ class Recorder:
         path = RESULTS / f"{self.name}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in (header, *self.lines)))
         return path
+
+
+def _command() -> str:
+    """The command to repeat it; of absolute paths only the last part, they are this machine's."""
+    module = f"benchmarks.{Path(sys.argv[0]).stem}"
+    arguments = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return shlex.join(["python", "-m", module, *arguments])
 
 
 def _git(*arguments: str) -> str:
