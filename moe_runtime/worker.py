@@ -151,6 +151,9 @@ class Worker:
                     return
                 except Evicted as eviction:
                     logger.warning("rank %d: %s; joining anew", around.rank, eviction)
+                    # Its engine is closed: nothing of that life can write any more, and what was
+                    # set aside because it might can be used again.
+                    membership.report_exit(name, "evicted; its process goes on under another name")
                     name = secrets.token_hex(8)
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
