@@ -63,8 +63,12 @@ format: $(READY)
 docs: $(READY)
 	$(BIN)/moe-runtime config schema --format markdown > docs/configuration.md
 
+# Each writes benchmarks/results/<name>.jsonl. Peers are compared where they are installed:
+# `python -m benchmarks.bench_serving --vllm-python PATH` adds vLLM.
 bench: $(READY)
-	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench $(ARGS) || exit 1; done
+	@for bench in benchmarks/bench_*.py; do \
+		name=$$(basename $$bench .py); echo "== $$name"; \
+		$(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

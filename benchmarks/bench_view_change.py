@@ -2,20 +2,17 @@
 
 Run from the repository: `python -m benchmarks.bench_view_change --samples 12`. Four processes on
 one host exchange a message per round, the experts are tiny, and a warm-up group is not counted.
-Prints one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
-import statistics
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.harness import Recorder
 from tests.support.worker_group import Group
 
 
@@ -40,30 +37,18 @@ def one_death(world_size: int, victim_rank: int) -> tuple[float, float]:
             group.close()
 
 
-def summary(samples: list[float]) -> dict[str, float]:
-    deciles = statistics.quantiles(samples, n=10)
-    figures = {"p10": deciles[0], "median": statistics.median(samples), "p90": deciles[-1]}
-    return {name: round(value, 1) for name, value in figures.items()}
-
-
 def main() -> None:
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--workers", type=int, default=4)
     options = parser.parse_args()
     one_death(options.workers, 0)
     found = [one_death(options.workers, i % options.workers) for i in range(options.samples)]
-    line = {
-        "benchmark": "view_change_after_sigkill",
-        "unit": "ms",
-        "workers": options.workers,
-        "samples": options.samples,
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 1),
-        "agreed": summary([agreed for agreed, _ in found]),
-        "installed": summary([installed for _, installed in found]),
-    }
-    print(json.dumps(line))
+    recorder = Recorder("view_change")
+    recorder.add("view known", "ms", [known for known, _ in found], workers=options.workers)
+    recorder.add("view installed", "ms", [done for _, done in found], workers=options.workers)
+    recorder.write()
 
 
 if __name__ == "__main__":
