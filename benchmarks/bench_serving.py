@@ -81,8 +81,13 @@ class Peer:
         return float(line.removeprefix("round "))
 
     def close(self) -> None:
-        """End its processes."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        """End its processes; asked first, so that it removes its shared memory."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def _line(self, start: str) -> str:
