@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from benchmarks.harness import Recorder
 from benchmarks.serving_checkpoint import write_checkpoint
@@ -105,6 +106,13 @@ class Ours:
     name: str
     client: httpx.AsyncClient
     model: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        """Processor seconds that the server's living processes have used, user and system."""
+        root = psutil.Process(self.pid)
+        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
 
     async def run(self, prompts: list[list[int]], length: int = LENGTH) -> float:
         """Seconds of one round."""
@@ -152,7 +160,7 @@ def serving(name: str, model: Path, sections: dict[str, dict[str, Any]]) -> Iter
             url = welcome.rsplit(maxsplit=1)[-1]
             with contextlib.closing(process.stdout):
                 client = httpx.AsyncClient(base_url=url, timeout=600)
-                yield Ours(name, client, "bench")
+                yield Ours(name, client, "bench", process.pid)
         finally:
             process.terminate()
             process.wait(timeout=60)
