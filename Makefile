@@ -31,13 +31,15 @@ help:
 install: $(READY)
 
 # The stamp makes every later call instant; what is installed already is never installed again.
-$(READY): pyproject.toml
+$(READY): pyproject.toml setup.py transfer/native.c
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; set PYTHON=" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if $(BIN)/python tools/installed.py 2>/dev/null; then :; else \
 		set -e; echo "installing into $(VENV), a minute or two ..."; \
 		$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet $(TORCH); \
 		$(BIN)/pip install --quiet --editable '.[dev]'; fi
+# In place, as an editable install has it. Without a compiler this only warns.
+	@$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
 serve: $(READY)
@@ -72,4 +74,5 @@ bench: $(READY)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f transfer/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
