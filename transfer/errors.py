@@ -12,6 +12,10 @@
         ImmediateTimeout            immediates did not arrive in time (retryable)
         Interrupted                 somebody called `interrupt`
         ProtocolViolation           bytes from the wire make no sense
+        StorageFailed               a file did not take or give its bytes
+            StorageFull             the file system has no room, or a limit was met (retryable)
+            StorageBusy             another process owns the file (retryable)
+        DeviceUnavailable           this process cannot use memory of that kind
         ControlError
             RpcTimeout              no reply in time (retryable)
             RemoteError             the handler of the request raised
@@ -188,6 +192,55 @@ class ProtocolViolation(TransferError):
     def __init__(self, problem: str) -> None:
         super().__init__(f"malformed bytes from the wire: {problem}")
         self.problem = problem
+
+
+class StorageFailed(TransferError):
+    """A file did not take or give its bytes: EIO, cut short, closed, or not what it should be.
+
+    Attributes:
+        path: the file.
+        operation: "open", "read", "write" or "sync".
+        reason: what went wrong.
+        offset: first byte in the file of the access, -1 where none was made.
+        errno: of the system call, 0 where none failed.
+    """
+
+    def __init__(
+        self, path: str, operation: str, reason: str, *, offset: int = -1, errno: int = 0
+    ) -> None:
+        where = f" at byte {offset}" if offset >= 0 else ""
+        super().__init__(f"{operation} of {path}{where} failed: {reason}")
+        self.path = path
+        self.operation = operation
+        self.reason = reason
+        self.offset = offset
+        self.errno = errno
+
+
+class StorageFull(StorageFailed):
+    """The file system has no room, or a quota or file size limit was met."""
+
+    retryable: ClassVar[bool] = True
+
+
+class StorageBusy(StorageFailed):
+    """Another process, or another slab of this one, owns the file."""
+
+    retryable: ClassVar[bool] = True
+
+
+class DeviceUnavailable(TransferError):
+    """This process cannot use memory of that kind.
+
+    Attributes:
+        kind: kind of memory, as "cuda:0".
+        reason: what is missing.
+    """
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(f"no {kind} memory here: {reason}")
+        self.kind = kind
+        self.reason = reason
 
 
 class ControlError(TransferError):
