@@ -14,7 +14,7 @@ from typing import Final
 from configs.schema import TransferConfig
 from transfer.backends.service import ServiceConnection, ServiceContext
 from transfer.backends.shared_memory import Windows
-from transfer.backends.tcp import Operation, RequestQueue
+from transfer.backends.tcp import RequestQueue
 from transfer.errors import (
     HandshakeRefused,
     PeerLost,
@@ -31,6 +31,7 @@ from transfer.pieces import EMPTY
 from transfer.region import OfferTable
 from transfer.rendezvous import Greeted, Outcome, Rendezvous
 from transfer.signals import SignalChannel
+from transfer.slices import Operation, slice_operation
 from transfer.statistics import Tally
 from transfer.stream import Stream
 from transfer.wire import ControlKind, ControlParser, RequestKind, encode_control
@@ -364,9 +365,9 @@ def fetch_place(
         ),
         token=token,
         region=None,
-        slices=[EMPTY],
         immediate=None,
     )
+    slice_operation(operation, EMPTY, slice_bytes=1, slice_pieces=1)
     requests.submit(operation)
     operation.handle.wait()
     assert operation.place is not None

@@ -7,13 +7,13 @@ import time
 
 from transfer.backends.local import LocalBackend
 from transfer.backends.shared_memory import Window
-from transfer.backends.tcp import Operation
 from transfer.errors import AccessRefused, PeerLost, TransferError
 from transfer.handle import Transfer
 from transfer.immediates import IMMEDIATE_MAX, ImmediateBoard
 from transfer.peer import PeerLink, PeerTable
-from transfer.pieces import EMPTY, Ints, Pieces, copy_pieces, cut, out_of_bounds
+from transfer.pieces import Ints, Pieces, copy_pieces, out_of_bounds
 from transfer.region import Access, Bytes, OfferTable, Region, RegionKey
+from transfer.slices import Operation, slice_operation
 from transfer.statistics import Tally
 from transfer.wire import SLICE_BYTES, SLICE_PIECES, RequestKind
 
@@ -164,20 +164,14 @@ class Mover:
         immediate: int | None,
         handle: Transfer,
     ) -> None:
-        slices = cut(pieces, slice_bytes=SLICE_BYTES, slice_pieces=SLICE_PIECES)
-        if not slices and immediate is None:
+        if not handle.nbytes and immediate is None:
             handle.finish()
             return
-        link.requests.submit(
-            Operation(
-                kind=kind,
-                handle=handle,
-                token=key.token,
-                region=region,
-                slices=slices or [EMPTY],
-                immediate=immediate,
-            )
+        operation = Operation(
+            kind=kind, handle=handle, token=key.token, region=region, immediate=immediate
         )
+        slice_operation(operation, pieces, slice_bytes=SLICE_BYTES, slice_pieces=SLICE_PIECES)
+        link.requests.submit(operation)
 
 
 def deadline_after(timeout_s: float | None, default_s: float) -> float:

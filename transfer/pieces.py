@@ -1,4 +1,4 @@
-"""Scattered pieces of memory: checked, joined, copied and cut into slices, vectorised.
+"""Scattered pieces of memory: checked, joined and copied, vectorised.
 
 N pieces are three int64 arrays of one length: where each starts at the source, where at the
 target, and how long it is. The arrays may be given as plain integers.
@@ -7,7 +7,6 @@ target, and how long it is. The arrays may be given as plain integers.
 from __future__ import annotations
 
 import ctypes
-import itertools
 from dataclasses import dataclass
 from typing import Final
 
@@ -101,34 +100,6 @@ def join_neighbours(pieces: Pieces) -> Pieces:
         return pieces
     first = np.flatnonzero(starts)
     return Pieces(source[first], target[first], np.add.reduceat(length, first))
-
-
-def cut(pieces: Pieces, *, slice_bytes: int, slice_pieces: int) -> list[Pieces]:
-    """Cut pieces into slices of at most `slice_bytes` bytes and `slice_pieces` pieces.
-
-    A long piece is cut at the multiples of `slice_bytes` of the running total:
-
-        pieces    |--------- 0 ---------|-1-|------ 2 ------|
-        slices    [---- 0 ----)[---- 1 ----)[---- 2 ----)[--)
-    """
-    ends = np.cumsum(pieces.lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    if not total:
-        return []
-    starts = ends - pieces.lengths
-    cuts = np.unique(np.concatenate([starts, np.arange(0, total, slice_bytes, dtype=np.int64)]))
-    owner = np.searchsorted(starts, cuts, side="right") - 1
-    shift = cuts - starts[owner]
-    lengths = np.diff(cuts, append=total)
-    source = pieces.source_offsets[owner] + shift
-    target = pieces.target_offsets[owner] + shift
-    bounds = np.flatnonzero(np.diff(cuts // slice_bytes, prepend=-1, append=-1))
-    slices = []
-    for low, high in itertools.pairwise(bounds):
-        for first in range(int(low), int(high), slice_pieces):
-            part = slice(first, min(first + slice_pieces, int(high)))
-            slices.append(Pieces(source[part], target[part], lengths[part]))
-    return slices
 
 
 def _is_run(offsets: Ints, lengths: Ints) -> bool:

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
 
 from transfer.errors import (
@@ -26,10 +25,8 @@ from transfer.errors import (
     TransferError,
 )
 from transfer.event_loop import EventLoop
-from transfer.handle import Transfer
 from transfer.landing import Landing, gather, scatter, spread
-from transfer.pieces import Pieces
-from transfer.region import Region
+from transfer.slices import Operation, Slice
 from transfer.statistics import Tally
 from transfer.stream import Stream
 from transfer.wire import (
@@ -51,30 +48,6 @@ REDIAL_S: Final = 0.05
 TURN_BYTES: Final = 4 << 20
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Operation:
-    """One transfer cut into slices. Local offsets are `source_offsets` of a write's pieces,
-    `target_offsets` of a read's.
-
-    Attributes:
-        place: of a map request that succeeded: descriptor, offset and size.
-    """
-
-    kind: RequestKind
-    handle: Transfer
-    token: bytes
-    region: Region | None
-    slices: list[Pieces]
-    immediate: int | None
-    transfer_id: int = 0
-    finished: set[int] = field(default_factory=set)
-    sent: dict[int, int] = field(default_factory=dict)
-    place: tuple[int, int, int] | None = None
-
-
-Slice = tuple[Operation, int]
-
-
 class RequestConnection:
     """One data connection to the owner. `send` from any thread under the queue's lock."""
 
@@ -91,18 +64,18 @@ class RequestConnection:
         )
         self._await_reply()
 
-    def send(self, operation: Operation, slice_idx: int, oldest: int) -> None:
+    def send(self, part: Slice) -> None:
         """Send one slice."""
-        pieces = operation.slices[slice_idx]
+        operation, pieces = part.operation, part.pieces
         write = operation.kind is RequestKind.WRITE
         request = Request(
             kind=operation.kind,
             transfer_id=operation.transfer_id,
-            oldest=oldest,
-            slice_idx=slice_idx,
-            num_slices=len(operation.slices),
+            oldest=part.oldest,
+            slice_idx=part.idx,
+            num_slices=operation.num_slices,
             num_pieces=len(pieces),
-            nbytes=pieces.nbytes,
+            nbytes=part.nbytes,
             immediate=operation.immediate,
             token=operation.token,
         )
@@ -111,7 +84,7 @@ class RequestConnection:
         payload: list[memoryview] = []
         if write and operation.region is not None:
             payload = gather(operation.region.array, pieces.source_offsets, pieces.lengths)
-        self.in_flight[operation.transfer_id, slice_idx] = (operation, slice_idx)
+        self.in_flight[part.key] = part
         self.stream.send([head, *payload])
 
     def close(self) -> None:
@@ -158,26 +131,26 @@ class RequestConnection:
         found = self.in_flight.get((reply.transfer_id, reply.slice_idx))
         if found is None:
             raise ProtocolViolation(f"reply to slice {reply.slice_idx} that was not asked for")
-        operation, slice_idx = found
+        operation = found.operation
         expected = 0
         if reply.status is Status.OK and operation.kind is RequestKind.READ:
-            expected = operation.slices[slice_idx].nbytes
+            expected = found.nbytes
         elif reply.status is Status.OK and operation.kind is RequestKind.MAP:
             expected = PLACE.size
         mapping = operation.kind is RequestKind.MAP and reply.status is Status.OK
         if reply.nbytes != expected or (descriptor >= 0) != mapping:
             raise ProtocolViolation(f"reply of {reply.nbytes} bytes, expected {expected}")
         if expected and operation.kind is RequestKind.READ:
-            self._land(reply, operation, slice_idx)
+            self._land(reply, found)
         elif expected:
             self._take_place(reply, operation, descriptor)
         else:
             self._finish(reply)
 
-    def _land(self, reply: Reply, operation: Operation, slice_idx: int) -> None:
-        pieces = operation.slices[slice_idx]
-        assert operation.region is not None
-        memory = operation.region.array
+    def _land(self, reply: Reply, part: Slice) -> None:
+        pieces, region = part.pieces, part.operation.region
+        assert region is not None
+        memory = region.array
         places, packed = scatter(memory, pieces.target_offsets, pieces.lengths)
 
         def landed() -> None:
@@ -251,7 +224,7 @@ class RequestQueue:
             operation.transfer_id = self._next_id
             self._next_id += 1
             self._operations[operation.transfer_id] = operation
-            self._pending.extend((operation, i) for i in range(len(operation.slices)))
+            self._pending.extend(operation.slices)
             self._pump()
 
     def expire(self, now: float) -> None:
@@ -281,9 +254,10 @@ class RequestQueue:
     def on_reply(self, connection: RequestConnection, reply: Reply) -> None:
         """One slice was answered."""
         with self._changed:
-            operation, slice_idx = connection.in_flight.pop((reply.transfer_id, reply.slice_idx))
+            part = connection.in_flight.pop((reply.transfer_id, reply.slice_idx))
+            operation = part.operation
             if operation.transfer_id in self._operations:
-                self._settle(operation, slice_idx, reply.status)
+                self._settle(part, reply.status)
             elif operation.place is not None:
                 os.close(operation.place[0])  # too late: nobody waits for it any more
             self._pump()
@@ -294,7 +268,9 @@ class RequestQueue:
             if connection in self._connections:
                 self._connections.remove(connection)
             again = [
-                s for s in connection.in_flight.values() if s[0].transfer_id in self._operations
+                s
+                for s in connection.in_flight.values()
+                if s.operation.transfer_id in self._operations
             ]
             connection.in_flight.clear()
             logger.info("data connection to %s broke (%s), %s slices sent again",
@@ -304,21 +280,22 @@ class RequestQueue:
             self._redial_at = time.monotonic() + REDIAL_S
             self._pump()
 
-    def _settle(self, operation: Operation, slice_idx: int, status: Status) -> None:
+    def _settle(self, part: Slice, status: Status) -> None:
+        operation = part.operation
         if status is not Status.OK:
             self.tally.add(operation.handle.backend, refused=1)
             self._end(operation, _refusal(self._peer, status))
             return
-        operation.finished.add(slice_idx)
-        operation.handle.bytes_moved += operation.slices[slice_idx].nbytes
-        if len(operation.finished) == len(operation.slices):
+        operation.num_finished += 1
+        operation.handle.bytes_moved += part.nbytes
+        if operation.num_finished == operation.num_slices:
             self._end(operation, None)
 
     def _end(self, operation: Operation, error: TransferError | None) -> None:
         del self._operations[operation.transfer_id]
         if error is not None:
             self.tally.add(operation.handle.backend, failures=1)
-            self._pending = deque(s for s in self._pending if s[0] is not operation)
+            self._pending = deque(s for s in self._pending if s.operation is not operation)
         operation.handle.finish(error)
         self._changed.notify_all()
 
@@ -329,11 +306,12 @@ class RequestQueue:
             if not free:
                 break
             connection = min(free, key=lambda c: len(c.in_flight))
-            operation, slice_idx = self._pending.popleft()
-            attempt = operation.sent.get(slice_idx, 0) + 1
-            operation.sent[slice_idx] = attempt
-            operation.handle.attempts = max(operation.handle.attempts, attempt)
-            connection.send(operation, slice_idx, min(self._operations))
+            part = self._pending.popleft()
+            part.attempts += 1
+            part.oldest = min(self._operations)
+            handle = part.operation.handle
+            handle.attempts = max(handle.attempts, part.attempts)
+            connection.send(part)
         if self._pending and self._closed is None:
             self._open_connection()
 
@@ -362,7 +340,7 @@ class RequestQueue:
     def _abort_connections(self, late: set[Operation]) -> None:
         # What is half sent or half received would go on touching the caller's memory.
         for connection in list(self._connections):
-            if any(operation in late for operation, _ in connection.in_flight.values()):
+            if any(s.operation in late for s in connection.in_flight.values()):
                 connection.close()
                 self.on_broken(connection, "an operation on it was given up")
 
