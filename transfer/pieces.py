@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from transfer import native
 from transfer.region import Bytes
 
 Ints = npt.NDArray[np.int64]
@@ -54,7 +55,9 @@ def make_pieces(source_offsets: IntsLike, target_offsets: IntsLike, lengths: Int
     arrays = [np.atleast_1d(np.asarray(numbers)) for numbers in given]
     if any(a.ndim != 1 or (a.size and a.dtype.kind not in "iu") for a in arrays):
         raise ValueError("offsets and lengths must be integers, or 1-d arrays of integers")
-    source, target, length = (a.astype(np.int64, copy=False) for a in np.broadcast_arrays(*arrays))
+    source, target, length = (
+        np.ascontiguousarray(a, dtype=np.int64) for a in np.broadcast_arrays(*arrays)
+    )
     if length.size and int(length.min()) < 0:
         raise ValueError(f"negative length {int(length.min())}")
     used = length > 0
@@ -152,6 +155,9 @@ def copy_pieces(target: Bytes, source: Bytes, pieces: Pieces) -> None:
     """
     if not len(pieces):
         return
+    if native.COMPILED:
+        copy_addressed(target.ctypes.data, source.ctypes.data, pieces)
+        return
     pieces = join_neighbours(pieces)
     length = int(pieces.lengths[0])
     few = len(pieces) <= LOOP_PIECES_MAX
@@ -159,3 +165,17 @@ def copy_pieces(target: Bytes, source: Bytes, pieces: Pieces) -> None:
         _copy_one_by_one(target, source, pieces)
     else:
         _copy_equal(target, source, pieces, length)
+
+
+def copy_addressed(target: int, source: int, pieces: Pieces) -> None:
+    """Copy every piece between two areas, given by their addresses."""
+    if len(pieces) == 1:  # the common case of a message, without any array arithmetic
+        native.copy_one(
+            target + int(pieces.target_offsets[0]),
+            source + int(pieces.source_offsets[0]),
+            int(pieces.lengths[0]),
+        )
+    else:
+        native.copy_pieces(
+            target, source, pieces.target_offsets, pieces.source_offsets, pieces.lengths
+        )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from transfer.errors import AccessRefused
-from transfer.memory import SEALS
+from transfer.memory import SEALS, populate
 from transfer.region import Access, Bytes, RegionKey
 
 
@@ -26,9 +26,8 @@ class MappedMemory:
 
     def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        mapped = mmap.mmap(
-            descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection
-        )
+        mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=protection)
+        populate(mapped, writable=writable)
         self.array: Bytes = np.frombuffer(mapped, dtype=np.uint8)
 
 
@@ -38,12 +37,16 @@ class Window:
     Attributes:
         array: [nbytes] uint8 view of the peer's memory; read-only if the key is.
         start: its address.
+        live: False once the key was withdrawn, or its peer is lost.
     """
+
+    __slots__ = ("array", "live", "memory", "start")
 
     def __init__(self, memory: MappedMemory, offset: int, nbytes: int) -> None:
         self.memory = memory
         self.array: Bytes = memory.array[offset : offset + nbytes]
         self.start = memory.array.ctypes.data + offset
+        self.live = True
 
 
 class Windows:
@@ -84,12 +87,17 @@ class Windows:
     def drop(self, token: bytes) -> None:
         """Forget a withdrawn key."""
         with self._lock:
-            self._windows.pop(token, None)
+            window = self._windows.pop(token, None)
+        if window is not None:
+            window.live = False
 
     def clear(self) -> None:
         """Forget all."""
         with self._lock:
+            windows = list(self._windows.values())
             self._windows.clear()
+        for window in windows:
+            window.live = False
 
     def _map(self, descriptor: int, key: RegionKey, offset: int, nbytes: int) -> Window:
         status = os.fstat(descriptor)
