@@ -43,7 +43,7 @@ class Purpose(StrEnum):
     DATA = "data"
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True):
+class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What each side tells about itself once the other has proved itself.
 
     Attributes:
@@ -61,7 +61,11 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     tcp: bool
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class Hello(_Message, frozen=True, tag=True):
     """Opens the conversation."""
 
     version: int
@@ -70,41 +74,41 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
     nonce: bytes
 
 
-class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Challenge(_Message, frozen=True, tag=True):
     """The acceptor's half of the transcript."""
 
     name: str
     nonce: bytes
 
 
-class Proof(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Proof(_Message, frozen=True, tag=True):
     """The dialer knows the secret."""
 
     mac: bytes
 
 
-class Accept(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Accept(_Message, frozen=True, tag=True):
     """The acceptor knows the secret too, and agrees."""
 
     mac: bytes
     facts: bytes
 
 
-class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Refuse(_Message, frozen=True, tag=True):
     """The acceptor knows the secret, and does not want this connection."""
 
     mac: bytes
     reason: str
 
 
-class Confirm(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Confirm(_Message, frozen=True, tag=True):
     """The dialer's facts."""
 
     mac: bytes
     facts: bytes
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Ready(_Message, frozen=True, tag=True):
     """The acceptor has installed the connection."""
 
     mac: bytes
@@ -130,8 +134,18 @@ def parse_message(body: bytes) -> Message:
     """
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ProtocolViolation(f"handshake message: {error}") from error
+
+
+def is_name(name: str) -> bool:
+    """Whether it can name an engine: short, and safe to show in a log or a terminal."""
+    return 0 < len(name) <= NAME_LENGTH_MAX and name.isprintable()
+
+
+def shown(text: str, length: int = 200) -> str:
+    """What somebody else wrote, safe to show: on one line, and not endless."""
+    return "".join(c if c.isprintable() else "?" for c in text[:length])
 
 
 class Handshake:
@@ -204,14 +218,14 @@ class Handshake:
         self._transcript = b"".join(len(f).to_bytes(4, "big") + f for f in fields)
 
     def _learn(self, name: str, nonce: bytes) -> None:
-        if not 0 < len(name) <= NAME_LENGTH_MAX or len(nonce) != NONCE_BYTES:
-            raise ProtocolViolation("handshake: a name or nonce of the wrong length")
+        if not is_name(name) or len(nonce) != NONCE_BYTES:
+            raise ProtocolViolation("handshake: no name, or a nonce of the wrong length")
         self.peer_name = name
 
     def _take_facts(self, facts: bytes) -> None:
         try:
             self.peer_facts = _facts_decoder.decode(facts)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
             raise ProtocolViolation(f"handshake facts: {error}") from error
 
 
@@ -229,7 +243,7 @@ class DialerHandshake(Handshake):
                 return self._prove(message)
             case Refuse() if self._transcript and self.peer_facts is None:
                 self._check(message.mac, "refusal", message.reason.encode())
-                raise HandshakeRefused("", message.reason)
+                raise HandshakeRefused("", shown(message.reason))
             case Accept() if self._transcript and self.peer_facts is None:
                 self._check(message.mac, "acceptor proof", message.facts)
                 self._take_facts(message.facts)

@@ -38,7 +38,7 @@ def split(target: str) -> tuple[str, int]:
     """
     host, _, port = target.rpartition(":")
     host = host.strip("[]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
         raise PeerUnreachable(target, "not of the form host:port")
     return host, int(port)
 
@@ -52,6 +52,6 @@ def resolve(target: str) -> str:
     host, port = split(target)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise PeerUnreachable(target, f"unreachable: {error}") from error
     return f"{found[0][4][0]}:{port}"

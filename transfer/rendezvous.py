@@ -30,6 +30,7 @@ from transfer.handshake import (
     Facts,
     Handshake,
     Purpose,
+    shown,
 )
 from transfer.host import address_of, host_identity
 from transfer.statistics import Tally
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 NEGOTIATIONS_MAX: Final = 256
 BACKLOG: Final = 256
 DUPLICATE: Final = "duplicate"
+OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 HANG_UP: Final = "closed by the other side during the handshake (another cluster secret?)"
 
 
@@ -163,6 +165,8 @@ class Rendezvous:
         self._install = install
         self._negotiations: set[Negotiation] = set()
         self._listeners: list[socket.socket] = []
+        # Not watched until the next tick: out of descriptors.
+        self._resting: list[socket.socket] = []
 
     def listen(self, host: str, *, shared_memory: bool, tcp: bool) -> Facts:
         """Open the listeners; before the loop starts."""
@@ -179,7 +183,8 @@ class Rendezvous:
             sock.setblocking(False)
             sock.listen(BACKLOG)
         self.facts = Facts(
-            address=f"{host}:{listener.getsockname()[1]}",
+            # Numeric: whoever is told it must not have to ask a resolver.
+            address="{}:{}".format(*listener.getsockname()[:2]),
             host=host_identity(),
             local_socket=local_name,
             shared_memory=shared_memory,
@@ -197,6 +202,7 @@ class Rendezvous:
         for sock in self._listeners:
             self._loop.unwatch(sock)
             sock.close()
+        self._resting.clear()
         for negotiation in list(self._negotiations):
             negotiation.refuse("the engine was closed")
 
@@ -226,16 +232,17 @@ class Rendezvous:
         machine = DialerHandshake(
             secret=self._secret, name=self._name, facts=self.facts, admit=admit
         )
-        family, address = address_of(target)
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
+        try:
+            sock, code = _begin_to_connect(target)
+        except PeerUnreachable as error:
+            on_outcome(error)
+            return
 
         def ended(negotiation: Negotiation, outcome: Outcome) -> None:
             self._forget(negotiation, keep_socket=isinstance(outcome, Greeted))
             on_outcome(outcome)
 
         negotiation = self._begin(sock, machine, target, ended, machine.start(purpose))
-        code = sock.connect_ex(address)
         if code not in (0, errno.EINPROGRESS):
             negotiation.refuse(errno.errorcode.get(code, str(code)), unreachable=True)
             return
@@ -250,6 +257,9 @@ class Rendezvous:
         """End handshakes that take too long. At every tick."""
         for negotiation in [n for n in self._negotiations if n.deadline <= now]:
             negotiation.refuse("no answer in time", unreachable=True)
+        for sock in self._resting:
+            self._loop.watch(sock, partial(self._accept, sock), READABLE)
+        self._resting.clear()
 
     def _begin(
         self,
@@ -275,18 +285,28 @@ class Rendezvous:
     def _accept(self, listener: socket.socket, _events: int) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:
-            return  # the caller hung up, or we are out of descriptors: the next one may succeed
-        if len(self._negotiations) >= NEGOTIATIONS_MAX:
-            self._tally.count("refused_handshakes")
-            sock.close()
+        except OSError as error:
+            # The caller hung up: the next one may succeed. Without descriptors, though, it would
+            # stay ready for ever, and this thread would do nothing but look at it.
+            if error.errno in OUT_OF_RESOURCES:
+                self._loop.unwatch(listener)
+                self._resting.append(listener)
             return
+        self._make_room()
         sock.setblocking(False)
         machine = AcceptorHandshake(
             secret=self._secret, name=self._name, facts=self.facts, admit=self._answer
         )
         negotiation = self._begin(sock, machine, "", self._accepted)
         self._loop.watch(sock, negotiation.on_event, READABLE)
+
+    def _make_room(self) -> None:
+        """Give up the oldest silent callers, so that they lock out nobody who speaks."""
+        calls = [(m.accepted, n.deadline, n)
+                 for n in self._negotiations
+                 if isinstance(m := n.machine, AcceptorHandshake)]  # fmt: skip
+        if len(calls) >= NEGOTIATIONS_MAX:
+            min(calls, key=lambda call: call[:2])[2].refuse("too many callers")
 
     def _accepted(self, negotiation: Negotiation, outcome: Outcome) -> None:
         self._forget(negotiation, keep_socket=isinstance(outcome, Greeted))
@@ -341,3 +361,26 @@ class Rendezvous:
             and m.peer_name == name
             for n in self._negotiations
         )
+
+
+def _begin_to_connect(target: str) -> tuple[socket.socket, int]:
+    """Return a socket that is connecting, and what its first step said.
+
+    Never asks a resolver: that would block.
+
+    Raises:
+        PeerUnreachable: a peer told an address that is none, or there are no descriptors left.
+    """
+    family, address = address_of(target)
+    try:
+        if family != socket.AF_UNIX:
+            socket.getaddrinfo(*address, flags=socket.AI_NUMERICHOST)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise PeerUnreachable(shown(target), f"unreachable: {error}") from error
+    try:
+        sock.setblocking(False)
+        return sock, sock.connect_ex(address)
+    except (OSError, ValueError) as error:  # no address at all: too long, for example
+        sock.close()
+        raise PeerUnreachable(shown(target), f"unreachable: {error}") from error
