@@ -57,6 +57,11 @@ COMMANDS = {
         attribute="doctor_command",
         help="Say what works on this machine, and what is missing.",
     ),
+    "bench": LazyCommand(
+        module="moe_runtime.bench.command",
+        attribute="bench_command",
+        help="Measure this machine: `bench transfer`.",
+    ),
 }
 
 
