@@ -26,6 +26,7 @@ _NOUNS: dict[Any, str] = {
     float: "a number",
     str: "text",
     Path: "a path",
+    tuple[str, ...]: "a list of texts",
 }
 
 

@@ -77,6 +77,16 @@ class ModelConfig(Frozen):
     threads: int = Field(1, ge=1, description="Compute threads per worker process.")
 
 
+class TransferShares(Frozen):
+    """Weights by which classes of traffic share the rails of a peer."""
+
+    activations: float = Field(32, gt=0, description="Weight of activations.")
+    kv_get: float = Field(16, gt=0, description="Weight of KV blocks that are read.")
+    kv_put: float = Field(8, gt=0, description="Weight of KV blocks that are written.")
+    weights: float = Field(4, gt=0, description="Weight of expert weights.")
+    migration: float = Field(2, gt=0, description="Weight of whatever moves without haste.")
+
+
 class TransferConfig(Frozen):
     """The transfer engine of one process."""
 
@@ -90,6 +100,13 @@ class TransferConfig(Frozen):
         30.0, gt=0, description="Deadline of an operation that names none."
     )
     notify_bytes_max: int = Field(16 << 20, ge=1024, description="Largest notify payload.")
+    rails: tuple[str, ...] = Field(
+        (),
+        max_length=16,
+        description="Local addresses, one per network card, over which tcp bytes are spread;"
+        " none: `host` alone.",
+    )
+    shares: TransferShares = TransferShares()
 
 
 class DirectIO(StrEnum):

@@ -85,6 +85,7 @@ class TransferEngine:
         try:
             self._rendezvous.listen(
                 self._config.host,
+                rails=self._config.rails,
                 shared_memory=backend is not TransferBackend.TCP,
                 tcp=backend is not TransferBackend.SHARED_MEMORY,
             )
@@ -355,6 +356,7 @@ class TransferEngine:
     def statistics(self) -> TransferStatistics:
         """Return what was done so far."""
         return self._tally.snapshot(
+            rails=self._links.rails(),
             immediates_received=self._board.num_received,
             peers=sum(link.alive for link in self._table.links()),
             offers=len(self._offers),

@@ -6,12 +6,21 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Final
+from typing import Final, Protocol
 
 from transfer.errors import TransferError, TransferTimeout
 
 # A deadline is enforced by the engine's thread; whoever waits gives it this long to do so.
 GRACE_S: Final = 1.0
+# So long a waiting thread drives a link before it looks whether its transfer has moved away.
+DRIVE_S: Final = 0.02
+
+
+class Progress(Protocol):
+    """What a waiting thread can drive: a `RailLink`."""
+
+    def progress(self, timeout_s: float) -> bool:
+        """Move bytes until something ended; False at once if that is another thread's now."""
 
 
 class Transfer:
@@ -24,6 +33,8 @@ class Transfer:
         nbytes: bytes to move.
         bytes_moved: bytes known to be in place.
         attempts: how often the most unlucky slice was sent.
+        rail: index of the rail that was used last, -1 for none.
+        link: what a thread that waits may drive, if one link alone carries it.
     """
 
     def __init__(
@@ -35,6 +46,8 @@ class Transfer:
         self.nbytes = nbytes
         self.bytes_moved = 0
         self.attempts = 1
+        self.rail = -1
+        self.link: Progress | None = None
         self.deadline = deadline
         self.started = time.monotonic()
         self._error: TransferError | None = None
@@ -64,13 +77,23 @@ class Transfer:
         if not self._finished:
             if timeout_s is None:
                 timeout_s = max(self.deadline - time.monotonic(), 0.0) + GRACE_S
+            self._wait(time.monotonic() + timeout_s)
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self, end: float) -> None:
+        while not self._finished:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                raise self.timed_out()
+            link = self.link
+            if link is not None and link.progress(min(remaining, DRIVE_S)):
+                continue
             with self._lock:
                 self._event = self._event or threading.Event()
             # `finish` sets the event under the lock that we have just held.
-            if not self._finished and not self._event.wait(timeout_s):
-                raise self.timed_out()
-        if self._error is not None:
-            raise self._error
+            if not self._finished:
+                self._event.wait(remaining)
 
     def __await__(self) -> Generator[object, None, None]:
         loop = asyncio.get_running_loop()

@@ -52,6 +52,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         local_socket: name of its abstract unix socket.
         shared_memory: whether it is willing to share memory.
         tcp: whether it is willing to talk tcp.
+        rails: "host:port" of each address that takes data connections; none: `address` alone.
     """
 
     address: str
@@ -59,6 +60,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     local_socket: str
     shared_memory: bool
     tcp: bool
+    rails: tuple[str, ...] = ()
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

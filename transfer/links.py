@@ -14,7 +14,6 @@ from typing import Final
 from configs.schema import TransferConfig
 from transfer.backends.service import ServiceConnection, ServiceContext
 from transfer.backends.shared_memory import Windows
-from transfer.backends.tcp import RequestQueue
 from transfer.errors import (
     HandshakeRefused,
     PeerLost,
@@ -23,18 +22,18 @@ from transfer.errors import (
     TransferTimeout,
 )
 from transfer.event_loop import EventLoop
-from transfer.handle import Transfer
-from transfer.handshake import Facts, Purpose
+from transfer.handshake import Facts, Purpose, shown
 from transfer.immediates import ImmediateBoard
 from transfer.peer import LinkState, PeerLink, PeerTable
-from transfer.pieces import EMPTY
+from transfer.priority import shares_of
+from transfer.rail_opener import RailOpener
 from transfer.region import OfferTable
 from transfer.rendezvous import Greeted, Outcome, Rendezvous
+from transfer.requests import Requests
 from transfer.signals import SignalChannel
-from transfer.slices import Operation, slice_operation
-from transfer.statistics import Tally
+from transfer.statistics import RailStatistics, Tally
 from transfer.stream import Stream
-from transfer.wire import ControlKind, ControlParser, RequestKind, encode_control
+from transfer.wire import ControlKind, ControlParser, encode_control
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +78,7 @@ class Links:
     def bind(self, rendezvous: Rendezvous) -> None:
         """Tell where connections come from."""
         self._rendezvous = rendezvous
+        self._opener = RailOpener(self._config, self._table, self._tally, self._loop, rendezvous)
 
     def admit(self, purpose: Purpose, name: str) -> str | None:
         """Say why a caller is not wanted; None if it is."""
@@ -212,12 +212,14 @@ class Links:
             self.lose(stale, stale.evidence or "replaced")
         _keep_alive(greeted.sock)
         name = greeted.name
-        requests = RequestQueue(
+        rails = self._opener.names(backend, greeted.facts)
+        requests = Requests(
             name,
             self._loop,
             self._tally,
-            num_connections=self._config.tcp_connections,
-            dial=lambda done: self._dial_data(name, done),
+            num_rails=len(rails),
+            shares=shares_of(self._config),
+            open_rail=lambda idx, done: self._opener.open(name, rails[idx], requests, done),
         )
         parser = ControlParser(self._config.notify_bytes_max)
         control = Stream(
@@ -233,7 +235,7 @@ class Links:
             backend,
             control=control,
             requests=requests,
-            windows=Windows(name, fetch=lambda token, end: fetch_place(requests, name, token, end)),
+            windows=Windows(name, fetch=requests.fetch_place),
         )
         self.board.drop(name)
         self._table.add(link)
@@ -252,20 +254,9 @@ class Links:
         target = f"@{link.facts.local_socket}"
         self._rendezvous.dial(target, Purpose.SIGNAL, name=link.name, on_outcome=dialed)
 
-    def _dial_data(self, name: str, done: Callable[[socket.socket | None], None]) -> None:
-        link = self._table.get(name)
-        if link is None or link.evidence is not None:
-            done(None)
-            return
-
-        def dialed(outcome: Outcome) -> None:
-            if isinstance(outcome, HandshakeRefused):
-                logger.debug("no data connection to %s: %s", name, outcome.reason)
-            done(outcome.sock if isinstance(outcome, Greeted) else None)
-
-        facts = link.facts
-        target = facts.address if link.backend == "tcp" else f"@{facts.local_socket}"
-        self._rendezvous.dial(target, Purpose.DATA, name=name, on_outcome=dialed)
+    def rails(self) -> list[RailStatistics]:
+        """Return what is known about all rails. Any thread."""
+        return [rail for link in self._table.links() for rail in link.requests.rails()]
 
     def _attach_signal(self, link: PeerLink, sock: socket.socket) -> None:
         link.signal = SignalChannel(sock, link.name)
@@ -310,7 +301,7 @@ class Links:
         elif kind is ControlKind.WITHDRAWN:
             link.windows.drop(content)
         else:
-            link.farewell = f"closed by the peer: {content.decode(errors='replace')[:200]}"
+            link.farewell = f"closed by the peer: {shown(content.decode(errors='replace'))}"
             self.lose(link, link.farewell)
 
     def _read_to_the_end(self, link: PeerLink) -> None:
@@ -345,33 +336,6 @@ class Links:
         except Exception:
             # The user's bug must not end everybody's transfers; it is theirs to see in the log.
             logger.exception("a handler of transfer events raised")
-
-
-def fetch_place(
-    requests: RequestQueue, peer: str, token: bytes, deadline: float
-) -> tuple[int, int, int]:
-    """Ask a peer for the memory behind a key; waits. Any thread but the engine's.
-
-    Returns:
-        Descriptor (the caller's), offset and size of the window.
-
-    Raises:
-        AccessRefused, RegionUnknown, PeerLost, TransferTimeout: the answer, or none.
-    """
-    operation = Operation(
-        kind=RequestKind.MAP,
-        handle=Transfer(
-            peer=peer, operation="map", backend="shared_memory", nbytes=0, deadline=deadline
-        ),
-        token=token,
-        region=None,
-        immediate=None,
-    )
-    slice_operation(operation, EMPTY, slice_bytes=1, slice_pieces=1)
-    requests.submit(operation)
-    operation.handle.wait()
-    assert operation.place is not None
-    return operation.place
 
 
 def _keep_alive(sock: socket.socket) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 
+from transfer import native
 from transfer.backends.local import LocalBackend
 from transfer.backends.shared_memory import Window
 from transfer.errors import AccessRefused, PeerLost, TransferError
 from transfer.handle import Transfer
 from transfer.immediates import IMMEDIATE_MAX, ImmediateBoard
 from transfer.peer import PeerLink, PeerTable
-from transfer.pieces import Ints, Pieces, copy_pieces, out_of_bounds
+from transfer.pieces import Ints, Pieces, copy_addressed, copy_pieces, out_of_bounds
 from transfer.region import Access, Bytes, OfferTable, Region, RegionKey
-from transfer.slices import Operation, slice_operation
+from transfer.slices import Operation
 from transfer.statistics import Tally
-from transfer.wire import SLICE_BYTES, SLICE_PIECES, RequestKind
+from transfer.wire import RequestKind
 
 # As integers: an enum member's value costs more than the rest of the check.
 READ, WRITE = Access.READ.value, Access.WRITE.value
@@ -170,8 +170,7 @@ class Mover:
         operation = Operation(
             kind=kind, handle=handle, token=key.token, region=region, immediate=immediate
         )
-        slice_operation(operation, pieces, slice_bytes=SLICE_BYTES, slice_pieces=SLICE_PIECES)
-        link.requests.submit(operation)
+        link.requests.submit(operation, pieces)
 
 
 def deadline_after(timeout_s: float | None, default_s: float) -> float:
@@ -192,11 +191,7 @@ def _copy(
     source_start: int,
     pieces: Pieces,
 ) -> None:
-    if len(pieces) == 1:  # the common case of a message, without any array arithmetic
-        ctypes.memmove(
-            target_start + int(pieces.target_offsets[0]),
-            source_start + int(pieces.source_offsets[0]),
-            int(pieces.lengths[0]),
-        )
+    if native.COMPILED or len(pieces) == 1:
+        copy_addressed(target_start, source_start, pieces)
     else:
         copy_pieces(target, source, pieces)

@@ -9,9 +9,9 @@ from enum import Enum, auto
 
 from transfer.backends.service import IncomingWrites, ServiceConnection
 from transfer.backends.shared_memory import Windows
-from transfer.backends.tcp import RequestQueue
 from transfer.errors import PeerLost, PeerUnknown
 from transfer.handshake import Facts
+from transfer.requests import Requests
 from transfer.signals import SignalChannel
 from transfer.stream import Stream
 
@@ -46,7 +46,7 @@ class PeerLink:
         backend: str,
         *,
         control: Stream,
-        requests: RequestQueue,
+        requests: Requests,
         windows: Windows,
     ) -> None:
         self.name = name
@@ -71,8 +71,9 @@ class PeerLink:
 
     def abandon(self) -> None:
         """Close the descriptors only: the way out after a fork."""
-        for stream in [self.control, *(c.stream for c in self.serving), *self.requests.streams()]:
+        for stream in [self.control, *(c.stream for c in self.serving)]:
             stream.sock.close()
+        self.requests.abandon()
         if self.signal is not None:
             self.signal.sock.close()
 

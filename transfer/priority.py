@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from configs.schema import TransferConfig
+
 
 class Priority(IntEnum):
     """What a transfer is for, the most urgent first.
@@ -23,3 +25,9 @@ class Priority(IntEnum):
     def urgent(self) -> bool:
         """Whether latency counts more than bytes."""
         return self is Priority.ACTIVATIONS
+
+
+def shares_of(config: TransferConfig) -> dict[Priority, float]:
+    """Return the weight of each class."""
+    shares = config.shares.model_dump()
+    return {priority: float(shares[priority.name.lower()]) for priority in Priority}

@@ -17,7 +17,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -168,12 +168,11 @@ class Rendezvous:
         # Not watched until the next tick: out of descriptors.
         self._resting: list[socket.socket] = []
 
-    def listen(self, host: str, *, shared_memory: bool, tcp: bool) -> Facts:
-        """Open the listeners; before the loop starts."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listeners.append(listener)
-        listener.bind((host, 0))
+    def listen(
+        self, host: str, *, rails: Sequence[str] = (), shared_memory: bool, tcp: bool
+    ) -> Facts:
+        """Open the listeners, one per distinct address; before the loop starts."""
+        told = {local: self._listen_on(local) for local in dict.fromkeys((host, *rails))}
         # An abstract name: it lives in the kernel, and goes with the process.
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listeners.append(local)
@@ -183,14 +182,22 @@ class Rendezvous:
             sock.setblocking(False)
             sock.listen(BACKLOG)
         self.facts = Facts(
-            # Numeric: whoever is told it must not have to ask a resolver.
-            address="{}:{}".format(*listener.getsockname()[:2]),
+            address=told[host],
             host=host_identity(),
             local_socket=local_name,
             shared_memory=shared_memory,
             tcp=tcp,
+            rails=tuple(told[local] for local in rails),
         )
         return self.facts
+
+    def _listen_on(self, host: str) -> str:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listeners.append(listener)
+        listener.bind((host, 0))
+        # Numeric: whoever is told it must not have to ask a resolver.
+        return "{}:{}".format(*listener.getsockname()[:2])
 
     def start(self) -> None:
         """Begin to accept."""
@@ -218,10 +225,12 @@ class Rendezvous:
         *,
         name: str | None,
         on_outcome: Callable[[Outcome], None],
+        source: str | None = None,
     ) -> None:
         """Call "host:port", or "@name" for a local socket; the outcome comes by callback.
 
-        With `name`, anybody else who answers is turned away.
+        With `name`, anybody else who answers is turned away. With `source` the call is made
+        from this local address.
         """
 
         def admit(purpose: Purpose, found: str) -> str | None:
@@ -233,7 +242,7 @@ class Rendezvous:
             secret=self._secret, name=self._name, facts=self.facts, admit=admit
         )
         try:
-            sock, code = _begin_to_connect(target)
+            sock, code = _begin_to_connect(target, source)
         except PeerUnreachable as error:
             on_outcome(error)
             return
@@ -363,7 +372,7 @@ class Rendezvous:
         )
 
 
-def _begin_to_connect(target: str) -> tuple[socket.socket, int]:
+def _begin_to_connect(target: str, source: str | None) -> tuple[socket.socket, int]:
     """Return a socket that is connecting, and what its first step said.
 
     Never asks a resolver: that would block.
@@ -374,12 +383,14 @@ def _begin_to_connect(target: str) -> tuple[socket.socket, int]:
     family, address = address_of(target)
     try:
         if family != socket.AF_UNIX:
-            socket.getaddrinfo(*address, flags=socket.AI_NUMERICHOST)
+            socket.getaddrinfo(address[0], None, flags=socket.AI_NUMERICHOST)
         sock = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise PeerUnreachable(shown(target), f"unreachable: {error}") from error
     try:
         sock.setblocking(False)
+        if source is not None:
+            sock.bind((source, 0))
         return sock, sock.connect_ex(address)
     except (OSError, ValueError) as error:  # no address at all: too long, for example
         sock.close()

@@ -70,7 +70,8 @@ class Slice:
         attempts: how often it was posted.
         oldest: lowest transfer id that is unfinished at the time of posting; what is below it
             can be forgotten by the owner. Set by the sprayer before each post.
-        done: it is in place, whatever else arrives about it.
+        done: it is in place, or its operation has ended, whatever else arrives about it.
+        queued: it waits for a rail.
         avoid: index of the rail on which it failed last, -1 if none.
         posted_at: `time.monotonic` of the last post.
     """
@@ -82,6 +83,7 @@ class Slice:
     attempts: int = 0
     oldest: int = 0
     done: bool = False
+    queued: bool = False
     avoid: int = -1
     posted_at: float = 0.0
 

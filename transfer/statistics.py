@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 
@@ -33,11 +33,41 @@ class BackendStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RailStatistics:
+    """One rail to one connected peer.
+
+    Attributes:
+        peer: who is at its other end.
+        rail: backend, local and remote address or device.
+        state: "healthy", "cooling" or "probing".
+        open: whether a link stands.
+        bytes: of slices that came to their end over it.
+        slices: how many.
+        bandwidth: estimate, bytes/s; 0 before anything was measured.
+        failures: how often it broke, stalled or could not be opened.
+        retries: slices that it lost and that were sent again.
+        bytes_in_flight: posted, and not ended.
+    """
+
+    peer: str
+    rail: str
+    state: str
+    open: bool
+    bytes: int
+    slices: int
+    bandwidth: float
+    failures: int
+    retries: int
+    bytes_in_flight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStatistics:
     """A snapshot.
 
     Attributes:
         backends: by name, "shared_memory", "tcp" and "local".
+        rails: of the peers that are connected, those that were open once.
         immediates_received: counted here, from all peers.
         refused_handshakes: callers that did not prove themselves, or were not wanted.
         malformed: connections closed because of bytes that make no sense.
@@ -47,6 +77,7 @@ class TransferStatistics:
     """
 
     backends: Mapping[str, BackendStatistics]
+    rails: tuple[RailStatistics, ...]
     immediates_received: int
     refused_handshakes: int
     malformed: int
@@ -78,11 +109,19 @@ class Tally:
         with self._lock:
             self._totals[name] += 1
 
-    def snapshot(self, *, immediates_received: int, peers: int, offers: int) -> TransferStatistics:
+    def snapshot(
+        self,
+        *,
+        rails: Iterable[RailStatistics],
+        immediates_received: int,
+        peers: int,
+        offers: int,
+    ) -> TransferStatistics:
         """Return all counters as they are now."""
         with self._lock:
             return TransferStatistics(
                 backends={k: BackendStatistics(**v) for k, v in self._backends.items()},
+                rails=tuple(rails),
                 immediates_received=immediates_received,
                 peers=peers,
                 offers=offers,

@@ -13,19 +13,15 @@ import os
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from transfer.errors import (
-    AccessRefused,
-    PeerLost,
     ProtocolViolation,
-    RegionUnknown,
-    TransferError,
 )
 from transfer.event_loop import EventLoop
 from transfer.landing import Landing, gather, scatter, spread
+from transfer.rail import RailName, SliceSink
 from transfer.slices import Operation, Slice
 from transfer.statistics import Tally
 from transfer.stream import Stream
@@ -49,10 +45,10 @@ TURN_BYTES: Final = 4 << 20
 
 
 class RequestConnection:
-    """One data connection to the owner. `send` from any thread under the queue's lock."""
+    """One data connection to the owner. `send` from any thread under the rail's lock."""
 
-    def __init__(self, sock: socket.socket, loop: EventLoop, queue: RequestQueue) -> None:
-        self._queue = queue
+    def __init__(self, sock: socket.socket, loop: EventLoop, rail: TcpRail) -> None:
+        self._rail = rail
         self._descriptors = sock.family == socket.AF_UNIX
         self.in_flight: dict[tuple[int, int], Slice] = {}
         self.stream = Stream(
@@ -94,7 +90,7 @@ class RequestConnection:
 
     def _on_broken(self, evidence: str) -> None:
         self._drop_descriptor()
-        self._queue.on_broken(self, evidence)
+        self._rail.on_broken(self, evidence)
 
     def _drop_descriptor(self) -> None:
         if self._landing.descriptor >= 0:
@@ -120,7 +116,7 @@ class RequestConnection:
         except BlockingIOError:
             pass
         except ProtocolViolation as error:
-            self._queue.tally.count("malformed")
+            self._rail.tally.count("malformed")
             self.stream.broken(str(error))
         except OSError as error:
             self.stream.broken(f"receive failed: {error}")
@@ -173,194 +169,133 @@ class RequestConnection:
 
     def _finish(self, reply: Reply) -> None:
         self._await_reply()
-        self._queue.on_reply(self, reply)
+        self._rail.on_reply(self, reply)
 
 
-class RequestQueue:
-    """All our requests to one peer. Thread-safe.
+class TcpRail:
+    """A rail made of several connections, opened as they are needed.
 
     Args:
-        dial: opens a data connection, and calls back on the engine's thread with the socket or
-            with None.
+        sock: the first connection.
+        dial: opens another one, and calls back on the engine's thread with the socket or None.
     """
+
+    orders_immediates = True
+    drops_late_writes = True
 
     def __init__(
         self,
-        peer: str,
+        rail: RailName,
+        sock: socket.socket,
         loop: EventLoop,
+        sink: SliceSink,
         tally: Tally,
         *,
         num_connections: int,
         dial: Callable[[Callable[[socket.socket | None], None]], None],
     ) -> None:
-        self._peer = peer
+        self.rail = rail
+        self.tally = tally
         self._loop = loop
+        self._sink = sink
         self._dial = dial
         self._num_connections = num_connections
-        self._changed = threading.Condition()
-        self._operations: dict[int, Operation] = {}
-        self._pending: deque[Slice] = deque()
+        self._lock = threading.RLock()
         self._connections: list[RequestConnection] = []
-        self._num_dialing = 0
+        self._dialing = False
         self._redial_at = 0.0
-        self._next_id = 1
-        self._closed: TransferError | None = None
-        self.tally = tally
+        self._closed = False
+        self._add(sock)
 
-    def submit(self, operation: Operation) -> None:
-        """Take an operation; waits while too many are under way.
+    def room(self, urgent: bool) -> int:
+        """How many slices it would take now."""
+        with self._lock:
+            room = sum(SLICES_IN_FLIGHT - len(c.in_flight) for c in self._connections)
+            if room <= 0:
+                self._open_another()
+            return room
 
-        Raises:
-            TransferTimeout: its deadline came before its turn.
-            PeerLost, EngineClosed: the queue is closed.
-        """
-        with self._changed:
-            while self._closed is None and len(self._operations) >= OPERATIONS_MAX:
-                remaining = operation.handle.deadline - time.monotonic()
-                if remaining <= 0 or self._loop.is_current or not self._changed.wait(remaining):
-                    raise operation.handle.timed_out()
-            if self._closed is not None:
-                raise self._closed
-            operation.transfer_id = self._next_id
-            self._next_id += 1
-            self._operations[operation.transfer_id] = operation
-            self._pending.extend(operation.slices)
-            self._pump()
+    def post(self, part: Slice) -> None:
+        """Send a slice over the least busy connection."""
+        with self._lock:
+            connection = min(self._connections, key=lambda c: len(c.in_flight))
+            connection.send(part)
+            if len(connection.in_flight) > 1:
+                self._open_another()
 
-    def expire(self, now: float) -> None:
-        """Fail what is beyond its deadline. On the engine's thread, at every tick."""
-        with self._changed:
-            late = [op for op in self._operations.values() if op.handle.deadline <= now]
-            for operation in late:
-                self._end(operation, operation.handle.timed_out())
-            if late:
-                self._abort_connections(set(late))
-            self._pump()
+    def progress(self, timeout_s: float) -> bool:
+        """The engine's thread receives the replies."""
+        return False
 
-    def close(self, error: TransferError) -> None:
-        """Fail everything, now and from now on. On the engine's thread."""
-        with self._changed:
-            self._closed = error
-            for operation in list(self._operations.values()):
-                self._end(operation, self._describe_loss(operation, error))
+    def give_up(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Abort the connections that carry any of these. On the engine's thread."""
+        lost = []
+        with self._lock:
+            for connection in list(self._connections):
+                if any(connection.in_flight.get(part.key) is part for part in slices):
+                    connection.close()
+                    self._connections.remove(connection)
+                    lost += [p for p in connection.in_flight.values() if p not in slices]
+                    connection.in_flight.clear()
+            if not self._connections and not self._closed:
+                self._loop.call(lambda: self._sink.broken(self, "its operations were given up"))
+        return lost
+
+    def close(self) -> None:
+        """Close all connections; what the kernel still holds is thrown away."""
+        with self._lock:
+            self._closed = True
             for connection in self._connections:
                 connection.close()
             self._connections.clear()
 
-    def streams(self) -> list[Stream]:
-        """Return the streams of all connections."""
-        return [connection.stream for connection in self._connections]
+    def abandon(self) -> None:
+        """Close the descriptors only."""
+        for connection in self._connections:
+            connection.stream.sock.close()
 
     def on_reply(self, connection: RequestConnection, reply: Reply) -> None:
         """One slice was answered."""
-        with self._changed:
+        with self._lock:
             part = connection.in_flight.pop((reply.transfer_id, reply.slice_idx))
-            operation = part.operation
-            if operation.transfer_id in self._operations:
-                self._settle(part, reply.status)
-            elif operation.place is not None:
-                os.close(operation.place[0])  # too late: nobody waits for it any more
-            self._pump()
+        self._sink.done(self, [(part, reply.status)])
 
     def on_broken(self, connection: RequestConnection, evidence: str) -> None:
-        """A connection broke: its slices go out again."""
-        with self._changed:
+        """A connection broke."""
+        with self._lock:
             if connection in self._connections:
                 self._connections.remove(connection)
-            again = [
-                s
-                for s in connection.in_flight.values()
-                if s.operation.transfer_id in self._operations
-            ]
+            lost = list(connection.in_flight.values())
             connection.in_flight.clear()
-            logger.info("data connection to %s broke (%s), %s slices sent again",
-                        self._peer, evidence, len(again))  # fmt: skip
-            self.tally.add("tcp", resends=len(again))
-            self._pending.extendleft(reversed(again))
             self._redial_at = time.monotonic() + REDIAL_S
-            self._pump()
+            over = not self._connections
+        if over:
+            self._sink.failed(self, lost, evidence)
+            self.close()
+            self._sink.broken(self, evidence)
+        else:
+            self._sink.failed(self, lost, evidence)
 
-    def _settle(self, part: Slice, status: Status) -> None:
-        operation = part.operation
-        if status is not Status.OK:
-            self.tally.add(operation.handle.backend, refused=1)
-            self._end(operation, _refusal(self._peer, status))
+    def _add(self, sock: socket.socket) -> None:
+        connection = RequestConnection(sock, self._loop, self)
+        connection.stream.open()
+        self._connections.append(connection)
+
+    def _open_another(self) -> None:
+        full = len(self._connections) + self._dialing >= self._num_connections
+        if full or self._dialing or self._closed or time.monotonic() < self._redial_at:
             return
-        operation.num_finished += 1
-        operation.handle.bytes_moved += part.nbytes
-        if operation.num_finished == operation.num_slices:
-            self._end(operation, None)
-
-    def _end(self, operation: Operation, error: TransferError | None) -> None:
-        del self._operations[operation.transfer_id]
-        if error is not None:
-            self.tally.add(operation.handle.backend, failures=1)
-            self._pending = deque(s for s in self._pending if s.operation is not operation)
-        operation.handle.finish(error)
-        self._changed.notify_all()
-
-    def _pump(self) -> None:
-        while self._pending and self._closed is None:
-            free = [c for c in self._connections
-                    if not c.stream.closed and len(c.in_flight) < SLICES_IN_FLIGHT]  # fmt: skip
-            if not free:
-                break
-            connection = min(free, key=lambda c: len(c.in_flight))
-            part = self._pending.popleft()
-            part.attempts += 1
-            part.oldest = min(self._operations)
-            handle = part.operation.handle
-            handle.attempts = max(handle.attempts, part.attempts)
-            connection.send(part)
-        if self._pending and self._closed is None:
-            self._open_connection()
-
-    def _open_connection(self) -> None:
-        if len(self._connections) + self._num_dialing >= self._num_connections:
-            return
-        if self._num_dialing or time.monotonic() < self._redial_at:
-            return  # the tick comes back to it
-        self._num_dialing += 1
+        self._dialing = True
         self._loop.call(lambda: self._dial(self._on_dialed))
 
     def _on_dialed(self, sock: socket.socket | None) -> None:
-        with self._changed:
-            self._num_dialing -= 1
+        with self._lock:
+            self._dialing = False
             if sock is None:
                 self._redial_at = time.monotonic() + REDIAL_S
                 return
-            if self._closed is not None:
+            if self._closed or not self._connections:
                 Stream.discard(sock)
                 return
-            connection = RequestConnection(sock, self._loop, self)
-            connection.stream.open()
-            self._connections.append(connection)
-            self._pump()
-
-    def _abort_connections(self, late: set[Operation]) -> None:
-        # What is half sent or half received would go on touching the caller's memory.
-        for connection in list(self._connections):
-            if any(s.operation in late for s in connection.in_flight.values()):
-                connection.close()
-                self.on_broken(connection, "an operation on it was given up")
-
-    def _describe_loss(self, operation: Operation, error: TransferError) -> TransferError:
-        if not isinstance(error, PeerLost):
-            return error
-        handle = operation.handle
-        return PeerLost(
-            error.peer,
-            error.evidence,
-            backend=handle.backend,
-            attempts=handle.attempts,
-            bytes_moved=handle.bytes_moved,
-            elapsed_s=handle.elapsed_s,
-        )
-
-
-def _refusal(peer: str, status: Status) -> AccessRefused:
-    if status is Status.UNKNOWN:
-        return RegionUnknown(peer, "the key was withdrawn, or never offered to us")
-    if status is Status.NO_RIGHT:
-        return AccessRefused(peer, "the key does not give this right")
-    return AccessRefused(peer, "a piece is outside of the offered window")
+            self._add(sock)
+        self._sink.done(self, [])  # there is room

@@ -1,0 +1,343 @@
+"""All our requests to one peer: operations, spread over its rails. The sprayer's thread-safe shell.
+
+Whoever submits, finishes or fails something lets the core choose and posts what it chose, in the
+same thread and under one lock. The engine's thread opens links, and looks at every tick for
+deadlines and for rails that have stalled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from transfer.errors import AccessRefused, PeerLost, RegionUnknown, TransferError
+from transfer.event_loop import EventLoop
+from transfer.handle import Transfer
+from transfer.pieces import EMPTY, Pieces
+from transfer.priority import Priority
+from transfer.rail import RailLink
+from transfer.rail_record import RailRecord
+from transfer.slices import Operation, Slice, slice_operation
+from transfer.spray import SprayCore
+from transfer.statistics import RailStatistics, Tally
+from transfer.wire import SLICE_PIECES, RequestKind, Status
+
+logger = logging.getLogger(__name__)
+
+OPERATIONS_MAX: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    operation: Operation
+    error: TransferError | None
+
+
+class Requests:
+    """All our requests to one peer. Thread-safe. The sink of its rails' links.
+
+    Args:
+        open_rail: makes a link over a rail: (index, callback), and calls back on the engine's
+            thread with the link or with None. Called on the engine's thread.
+        shares: weights of the classes of traffic.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        loop: EventLoop,
+        tally: Tally,
+        *,
+        num_rails: int,
+        shares: Mapping[Priority, float],
+        open_rail: Callable[[int, Callable[[RailLink | None], None]], None],
+    ) -> None:
+        self._peer = peer
+        self._loop = loop
+        self._open_rail = open_rail
+        # Reentrant: a link that is given up may be torn down in the same thread.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._links: list[RailLink | None] = [None] * num_rails
+        self._core = SprayCore(num_rails, shares=shares, room=self._room)
+        self._closed: TransferError | None = None
+        self.tally = tally
+
+    def submit(self, operation: Operation, pieces: Pieces) -> None:
+        """Cut an operation into slices and take it; waits while too many are under way.
+
+        Raises:
+            TransferTimeout: its deadline came before its turn.
+            PeerLost, EngineClosed: no more requests to this peer.
+        """
+        core = self._core
+        with self._lock:
+            if len(core.operations) >= OPERATIONS_MAX or self._closed is not None:
+                self._await_turn(operation)
+            now = operation.queued_at = time.monotonic()
+            slice_operation(
+                operation, pieces, slice_bytes=core.slice_bytes, slice_pieces=SLICE_PIECES
+            )
+            core.add(operation)
+            if operation.num_slices == 1:
+                part = operation.slices[0]
+                rail = core.post_at_once(part, now)
+                if rail is not None:
+                    self._post(part, rail)
+                    return
+            core.enqueue(operation)
+            self._pump(now)
+
+    def fetch_place(self, token: bytes, deadline: float) -> tuple[int, int, int]:
+        """Ask for the memory behind a key; waits. Any thread but the engine's.
+
+        Returns:
+            Descriptor (the caller's), offset and size of the window.
+
+        Raises:
+            AccessRefused, RegionUnknown, PeerLost, TransferTimeout: the answer, or none.
+        """
+        handle = Transfer(
+            peer=self._peer, operation="map", backend="shared_memory", nbytes=0, deadline=deadline
+        )
+        operation = Operation(
+            kind=RequestKind.MAP, handle=handle, token=token, region=None, immediate=None
+        )
+        self.submit(operation, EMPTY)
+        handle.wait()
+        assert operation.place is not None
+        return operation.place
+
+    def expire(self, now: float) -> None:
+        """Fail what is late, move what has stalled, open what is to be opened. At every tick."""
+        core = self._core
+        with self._lock:
+            ended = [self._end(op, op.handle.timed_out()) for op in core.late(now)]
+            for rail, again in core.find_stalled(now):
+                self._tell(rail, "no progress", again)
+            for rail in core.find_dead(now):
+                self._drop_link(rail)
+                core.close_rail(rail)
+            self._pump(now)
+        self._report(ended)
+
+    def close(self, error: TransferError) -> None:
+        """Fail everything, now and from now on. On the engine's thread."""
+        with self._lock:
+            self._closed = error
+            operations = list(self._core.operations.values())
+            ended = [self._end(op, self._describe_loss(op, error)) for op in operations]
+            for rail in self._core.rails:
+                self._drop_link(rail)
+                rail.open = False
+            self._changed.notify_all()
+        self._report(ended)
+
+    def abandon(self) -> None:
+        """Close the descriptors only: the way out after a fork."""
+        for link in self._links:
+            if link is not None:
+                link.abandon()
+
+    def rails(self) -> list[RailStatistics]:
+        """Return what is known about each rail that was open once."""
+        with self._lock:
+            return [
+                RailStatistics(
+                    peer=self._peer,
+                    rail=str(rail.name),
+                    state=rail.state.value,
+                    open=rail.open,
+                    bytes=rail.bytes_done,
+                    slices=rail.slices_done,
+                    bandwidth=rail.bandwidth if rail.measured else 0.0,
+                    failures=rail.failures,
+                    retries=rail.retries,
+                    bytes_in_flight=rail.out_bytes,
+                )
+                for rail in self._core.rails
+                if rail.name is not None
+            ]
+
+    def done(self, link: RailLink, finished: Sequence[tuple[Slice, Status]]) -> None:
+        """Slices were answered by the owner."""
+        ended: list[_Ended] = []
+        with self._lock:
+            now = time.monotonic()
+            rail = self._rail_of(link)
+            for part, status in finished:
+                self._settle(part, rail, status, now, ended)
+            if self._core.num_queued:
+                self._pump(now)
+        self._report(ended)
+
+    def failed(self, link: RailLink, slices: Sequence[Slice], evidence: str) -> None:
+        """Slices were lost, the link goes on."""
+        with self._lock:
+            rail = self._rail_of(link)
+            if rail is not None:
+                self._tell(rail, evidence, self._core.fail(list(slices), rail))
+                self._pump(time.monotonic())
+
+    def broken(self, link: RailLink, evidence: str) -> None:
+        """A link is over: its slices go out over other rails, or over this one once it is back."""
+        with self._lock:
+            rail = self._rail_of(link)
+            if rail is not None:
+                now = time.monotonic()
+                self._links[rail.idx] = None
+                self._tell(rail, evidence, self._core.break_rail(rail, now))
+                self._pump(now)
+
+    def _await_turn(self, operation: Operation) -> None:
+        while self._closed is None and len(self._core.operations) >= OPERATIONS_MAX:
+            remaining = operation.handle.deadline - time.monotonic()
+            if remaining <= 0 or self._loop.is_current or not self._changed.wait(remaining):
+                raise operation.handle.timed_out()
+        if self._closed is not None:
+            raise self._closed
+
+    def _room(self, idx: int, urgent: bool) -> int:
+        link = self._links[idx]
+        return link.room(urgent) if link is not None else 0
+
+    def _rail_of(self, link: RailLink) -> RailRecord | None:
+        for rail, found in zip(self._core.rails, self._links, strict=True):
+            if found is link:
+                return rail
+        return None
+
+    def _pump(self, now: float) -> None:
+        core = self._core
+        while core.num_queued and (chosen := core.next(now)) is not None:
+            self._post(*chosen)
+        if self._closed is not None:
+            return
+        for rail in core.to_open(now):
+            # A rail that was open once is brought back in time; a new one when there is need.
+            if core.num_queued or rail.name is not None:
+                rail.opening = True
+                self._loop.call(partial(self._open, rail))
+
+    def _post(self, part: Slice, rail: RailRecord) -> None:
+        link = self._links[rail.idx]
+        assert link is not None, "only rails with a link are chosen"
+        handle = part.operation.handle
+        part.oldest = self._core.oldest
+        handle.attempts = max(handle.attempts, part.attempts)
+        handle.rail = rail.idx
+        if part.operation.num_slices == 1 or len(self._links) == 1:
+            handle.link = link
+        link.post(part)
+
+    def _open(self, rail: RailRecord) -> None:
+        if self._closed is None:
+            self._open_rail(rail.idx, partial(self._on_opened, rail))
+
+    def _on_opened(self, rail: RailRecord, link: RailLink | None) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if self._closed is not None:
+                if link is not None:
+                    link.close()
+                return
+            if link is None:
+                self._core.not_opened(rail, now)
+                return
+            rail.name = link.rail
+            self._links[rail.idx] = link
+            self._core.opened(rail)
+            self._pump(now)
+
+    def _settle(
+        self,
+        part: Slice,
+        rail: RailRecord | None,
+        status: Status,
+        now: float,
+        ended: list[_Ended],
+    ) -> None:
+        operation = part.operation
+        if operation.transfer_id not in self._core.operations:
+            if rail is not None:
+                rail.complete(part, now)
+            self._drop_place(operation)
+        elif status is not Status.OK:
+            if rail is not None:
+                rail.complete(part, now)
+            self.tally.add(operation.handle.backend, refused=1)
+            ended.append(self._end(operation, _refusal(self._peer, status)))
+        else:
+            first = not part.done
+            whole = self._core.finish(part, rail, now)
+            operation.handle.bytes_moved += part.nbytes if first else 0
+            if whole:
+                ended.append(self._end(operation, None))
+
+    def _end(self, operation: Operation, error: TransferError | None) -> _Ended:
+        """Forget an operation; nothing touches our memory for it any more."""
+        for rail, parts in self._core.end(operation):
+            link = self._links[rail.idx]
+            harmless = error is None and operation.kind is RequestKind.WRITE
+            if link is None or (harmless and link.drops_late_writes):
+                continue
+            others = link.give_up(parts)
+            for part in parts:
+                rail.forget(part)
+            self._core.fail(list(others), rail)
+        if error is not None:
+            self.tally.add(operation.handle.backend, failures=1)
+        return _Ended(operation=operation, error=error)
+
+    def _report(self, ended: Sequence[_Ended]) -> None:
+        """Tell the callers, without the lock: a callback may call us."""
+        if not ended:
+            return
+        for end in ended:
+            if not end.operation.handle.finish(end.error):
+                self._drop_place(end.operation)
+        if len(self._core.operations) + len(ended) >= OPERATIONS_MAX:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _drop_link(self, rail: RailRecord) -> None:
+        link, self._links[rail.idx] = self._links[rail.idx], None
+        if link is not None:
+            link.close()
+
+    def _drop_place(self, operation: Operation) -> None:
+        place, operation.place = operation.place, None
+        if place is not None:
+            os.close(place[0])  # too late: nobody waits for it any more
+
+    def _tell(self, rail: RailRecord, evidence: str, again: Sequence[Slice]) -> None:
+        logger.info("rail %s to %s: %s, %s slices sent again",
+                    rail.name, self._peer, evidence, len(again))  # fmt: skip
+        self.tally.add("tcp", resends=len(again))
+
+    def _describe_loss(self, operation: Operation, error: TransferError) -> TransferError:
+        if not isinstance(error, PeerLost):
+            return error
+        handle = operation.handle
+        return PeerLost(
+            error.peer,
+            error.evidence,
+            backend=handle.backend,
+            attempts=handle.attempts,
+            bytes_moved=handle.bytes_moved,
+            elapsed_s=handle.elapsed_s,
+        )
+
+
+def _refusal(peer: str, status: Status) -> AccessRefused:
+    if status is Status.UNKNOWN:
+        return RegionUnknown(peer, "the key was withdrawn, or never offered to us")
+    if status is Status.NO_RIGHT:
+        return AccessRefused(peer, "the key does not give this right")
+    return AccessRefused(peer, "a piece is outside of the offered window")

@@ -1,0 +1,317 @@
+"""Which slice goes over which rail, and when: the scheduling core. Pure: no threads, no clock.
+
+Classes of traffic share the rails by weighted fair queueing: each class has a virtual time that
+advances by bytes over weight, and the class that is behind goes first. A class that was idle
+starts at the others' time, so it waits for nobody's backlog and saves up nothing. Bulk classes
+are held to a bounded number of bytes under way per rail; urgent slices are not.
+
+A slice takes the rail on which it should be done first: bytes ahead of it over the measured
+bandwidth. If that rail has no room now the slice waits, unless another would still be faster.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from transfer.priority import Priority
+from transfer.rail import RailState
+from transfer.rail_record import RailRecord
+from transfer.slices import Operation, Slice
+from transfer.wire import SLICE_BYTES
+
+# A slice should take about this long on the fastest rail.
+SLICE_S: Final = 1e-3
+SLICE_BYTES_MIN: Final = 64 << 10
+SLICE_BYTES_FIRST: Final = min(1 << 20, SLICE_BYTES)
+# Bulk bytes under way on a rail: so many seconds' worth of it, within bounds.
+BULK_S: Final = 4e-3
+BULK_BYTES_MIN: Final = 4 << 20
+BULK_BYTES_MAX: Final = 32 << 20
+# The same while urgent traffic is about, which was seen within the last so many seconds.
+BULK_BESIDE_URGENT_S: Final = 1e-3
+BULK_BESIDE_URGENT_BYTES: Final = 512 << 10
+URGENT_MEMORY_S: Final = 0.02
+# What a slice costs its class at least: a message is not free.
+COST_BYTES_MIN: Final = 4096
+# A rail that was not measured for so long gets a slice even if it is thought to be slow.
+REMEASURE_S: Final = 1.0
+# Each step down a list of preferred rails counts as so many times the time.
+PREFERENCE_FACTOR: Final = 2.0
+# The rail that has just lost a slice gets it again only where nothing else is.
+AVOID_FACTOR: Final = 1e6
+
+
+@dataclass(slots=True, eq=False)
+class _Class:
+    priority: Priority
+    weight: float
+    queue: deque[Slice] = field(default_factory=deque)
+    virtual: float = 0.0
+
+
+class SprayCore:
+    """Queues, rails and the choice between them. Not thread-safe; `now` in seconds, monotonic.
+
+    Args:
+        num_rails: how many rails lead to the peer.
+        shares: weight of each class.
+        room: how many slices a rail's link would take: (rail, urgent) -> number.
+    """
+
+    def __init__(
+        self,
+        num_rails: int,
+        *,
+        shares: Mapping[Priority, float],
+        room: Callable[[int, bool], int],
+    ) -> None:
+        self.rails = [RailRecord(idx=i) for i in range(num_rails)]
+        self._classes = [_Class(priority, shares[priority]) for priority in Priority]
+        self._room = room
+        self._virtual = 0.0
+        self._urgent_at = float("-inf")
+        self._next_id = 1
+        # By transfer id, ascending: who is submitted later has the larger one.
+        self.operations: dict[int, Operation] = {}
+        self.num_queued = 0
+
+    @property
+    def oldest(self) -> int:
+        """Lowest transfer id that is unfinished."""
+        return next(iter(self.operations), self._next_id)
+
+    @property
+    def slice_bytes(self) -> int:
+        """How large slices should be now: a power of two."""
+        known = [r.bandwidth for r in self.rails if r.measured and r.state is RailState.HEALTHY]
+        if not known:
+            return SLICE_BYTES_FIRST
+        wanted = int(max(known) * SLICE_S)
+        return min(max(1 << max(wanted, 1).bit_length() - 1, SLICE_BYTES_MIN), SLICE_BYTES)
+
+    def add(self, operation: Operation) -> None:
+        """Take an operation and number it."""
+        operation.transfer_id = self._next_id
+        self._next_id += 1
+        self.operations[operation.transfer_id] = operation
+
+    def enqueue(self, operation: Operation) -> None:
+        """Queue all slices of an operation."""
+        waiting = self._classes[operation.priority]
+        self._begin(waiting)
+        for part in operation.slices:
+            part.queued = True
+        waiting.queue.extend(operation.slices)
+        self.num_queued += operation.num_slices
+
+    def next(self, now: float) -> tuple[Slice, RailRecord] | None:
+        """Take the slice that goes out next and note it under way; None if none can now."""
+        bulk_waits = False
+        for waiting in sorted(
+            (c for c in self._classes if c.queue), key=lambda c: (c.virtual, c.priority)
+        ):
+            # The bulk class whose turn it is must not be overtaken by another one with a
+            # smaller slice: only urgent ones have room of their own.
+            if bulk_waits and not waiting.priority.urgent:
+                continue
+            self._skip_done(waiting)
+            if not waiting.queue:
+                continue
+            part = waiting.queue[0]
+            rail = self.choose(part, now)
+            if rail is None:
+                bulk_waits = bulk_waits or not waiting.priority.urgent
+                continue
+            waiting.queue.popleft()
+            part.queued = False
+            self.num_queued -= 1
+            self._post(part, rail, waiting, now)
+            return part, rail
+        return None
+
+    def post_at_once(self, part: Slice, now: float) -> RailRecord | None:
+        """Let the only slice of an operation overtake the empty queue, if a rail has room."""
+        rail = None if self.num_queued else self.choose(part, now)
+        if rail is not None:
+            waiting = self._classes[part.operation.priority]
+            self._begin(waiting)
+            self._post(part, rail, waiting, now)
+        return rail
+
+    def choose(self, part: Slice, now: float) -> RailRecord | None:
+        """Return the rail on which a slice should be done first; None if it is to wait."""
+        best, best_finish = None, float("inf")
+        rails = self.rails
+        for rail in rails:
+            if not rail.usable or part in rail.out:
+                continue
+            ahead = rail.urgent_bytes if part.urgent else rail.out_bytes
+            finish = (ahead + part.nbytes + COST_BYTES_MIN) / rail.bandwidth
+            if len(rails) > 1:
+                finish = self._biased(finish, part, rail, now)
+            if finish < best_finish:
+                best, best_finish = rail, finish
+        if best is None or self._room(best.idx, part.urgent) <= 0:
+            return None
+        if not part.urgent and not self._bulk_fits(best, part, now):
+            return None
+        return best
+
+    def finish(self, part: Slice, rail: RailRecord | None, now: float) -> bool:
+        """A slice was answered over a rail; True if that completes its operation."""
+        if rail is not None:
+            rail.complete(part, now)
+        if part.done:
+            return False
+        part.done = True
+        part.operation.num_finished += 1
+        return part.operation.num_finished == part.operation.num_slices
+
+    def fail(self, parts: list[Slice], rail: RailRecord) -> list[Slice]:
+        """Slices were lost on a rail; returns those that go out again."""
+        return self._again([part for part in parts if rail.forget(part)], rail)
+
+    def break_rail(self, rail: RailRecord, now: float) -> list[Slice]:
+        """A rail's link is over; returns the slices that go out again."""
+        rail.cool(now)
+        return self.close_rail(rail)
+
+    def close_rail(self, rail: RailRecord) -> list[Slice]:
+        """A rail's link is closed; returns the slices that go out again."""
+        rail.open = rail.stalled = False
+        return self.fail(list(rail.out), rail)
+
+    def opened(self, rail: RailRecord) -> None:
+        """A link stands: a first one is trusted, one after a failure is tried with one slice."""
+        rail.open, rail.opening, rail.stalled = True, False, False
+        if rail.state is RailState.COOLING:
+            rail.state = RailState.PROBING
+
+    def not_opened(self, rail: RailRecord, now: float) -> None:
+        """No link could be made."""
+        rail.opening = False
+        rail.cool(now)
+
+    def to_open(self, now: float) -> list[RailRecord]:
+        """Return the rails for which a link should be made now."""
+        return [
+            rail
+            for rail in self.rails
+            if not rail.open
+            and not rail.opening
+            and (rail.state is not RailState.COOLING or rail.cooling_until <= now)
+        ]
+
+    def find_stalled(self, now: float) -> list[tuple[RailRecord, list[Slice]]]:
+        """Find rails that have stalled while another one is well; their slices go elsewhere.
+
+        Where all are silent it is the peer that is slow, and moving its slices would not help.
+
+        Returns:
+            Each newly stalled rail, with the slices that were queued again.
+        """
+        silent = [rail for rail in self.rails if rail.is_silent(now)]
+        if not silent or not any(r.usable and r not in silent for r in self.rails):
+            return []
+        found = []
+        for rail in silent:
+            if rail.state is RailState.COOLING:
+                continue
+            out = rail.cool(now)
+            rail.stalled = True
+            found.append((rail, self._again(out, rail)))
+        return found
+
+    def find_dead(self, now: float) -> list[RailRecord]:
+        """Return stalled rails whose link has had time enough: to be closed and opened anew."""
+        return [r for r in self.rails if r.open and r.stalled and r.cooling_until <= now]
+
+    def late(self, now: float) -> list[Operation]:
+        """Return the operations that are beyond their deadlines."""
+        return [op for op in self.operations.values() if op.handle.deadline <= now]
+
+    def end(self, operation: Operation) -> list[tuple[RailRecord, list[Slice]]]:
+        """Forget an operation that ends, with its queued slices.
+
+        Returns:
+            Per rail the slices of it that are still under way.
+        """
+        self.operations.pop(operation.transfer_id, None)
+        whole = operation.num_finished == operation.num_slices
+        if whole and operation.handle.attempts <= 1:
+            return []
+        if any(part.queued for part in operation.slices):
+            waiting = self._classes[operation.priority]
+            kept = deque(part for part in waiting.queue if part.operation is not operation)
+            self.num_queued -= len(waiting.queue) - len(kept)
+            waiting.queue = kept
+        for part in operation.slices:
+            part.done, part.queued = True, False
+        under_way = []
+        for rail in self.rails:
+            parts = [part for part in rail.out if part.operation is operation]
+            if parts:
+                under_way.append((rail, parts))
+        return under_way
+
+    def _again(self, lost: list[Slice], rail: RailRecord) -> list[Slice]:
+        again = [part for part in lost if self._is_nowhere(part, rail)]
+        for part in reversed(again):
+            part.avoid, part.queued = rail.idx, True
+            waiting = self._classes[part.operation.priority]
+            self._begin(waiting)
+            waiting.queue.appendleft(part)
+        self.num_queued += len(again)
+        rail.retries += len(again)
+        return again
+
+    def _post(self, part: Slice, rail: RailRecord, waiting: _Class, now: float) -> None:
+        self._virtual = max(self._virtual, waiting.virtual)
+        waiting.virtual += max(part.nbytes, COST_BYTES_MIN) / waiting.weight
+        part.attempts += 1
+        part.posted_at = now
+        if part.urgent:
+            self._urgent_at = now
+        if not rail.out and now - rail.measured_at > REMEASURE_S:
+            rail.measured_at = now
+        rail.post(part, now)
+
+    def _is_nowhere(self, part: Slice, lost_on: RailRecord) -> bool:
+        if part.done or part.queued:
+            return False
+        return not any(part in rail.out for rail in self.rails if rail is not lost_on)
+
+    def _begin(self, waiting: _Class) -> None:
+        if not waiting.queue:
+            waiting.virtual = max(waiting.virtual, self._virtual)
+
+    def _skip_done(self, waiting: _Class) -> None:
+        # A slice that was queued again may have come to its end over the rail that was late.
+        while waiting.queue and waiting.queue[0].done:
+            waiting.queue.popleft().queued = False
+            self.num_queued -= 1
+
+    def _biased(self, finish: float, part: Slice, rail: RailRecord, now: float) -> float:
+        if part.avoid == rail.idx:
+            return finish * AVOID_FACTOR
+        stale = now - rail.measured_at > REMEASURE_S and not rail.out
+        if stale and part.nbytes >= SLICE_BYTES_MIN and not part.urgent:
+            return 0.0
+        order = part.operation.rails
+        if order:
+            place = order.index(rail.idx) if rail.idx in order else len(order)
+            return float(finish * PREFERENCE_FACTOR**place)
+        return finish
+
+    def _bulk_fits(self, rail: RailRecord, part: Slice, now: float) -> bool:
+        under_way = rail.out_bytes - rail.urgent_bytes
+        if not under_way:
+            return True
+        if now - self._urgent_at < URGENT_MEMORY_S:
+            bound = max(rail.bandwidth * BULK_BESIDE_URGENT_S, BULK_BESIDE_URGENT_BYTES)
+        else:
+            bound = max(rail.bandwidth * BULK_S, BULK_BYTES_MIN)
+        return under_way + part.nbytes <= min(bound, BULK_BYTES_MAX)
