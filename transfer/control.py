@@ -38,6 +38,13 @@ _OK, _FAILED = b"\0", b"\1"
 __all__ = ["RpcClient", "RpcServer", "secure_client", "secure_server"]
 
 
+def _parse_failure(data: bytes) -> _Failure:
+    try:
+        return _decode_failure(data)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise ControlError(f"malformed failure from the server: {error}") from error
+
+
 class RpcServer:
     """Answers requests on one thread, in order of arrival.
 
@@ -177,12 +184,15 @@ class RpcClient:
             if left_ms < 0 or not socket.poll(left_ms):
                 self._drop_socket()
                 raise RpcTimeout(self._address, timeout_s)
-            answered_id, reply = socket.recv_multipart()
-            if answered_id == request_id:
+            frames = socket.recv_multipart()
+            if frames[0] == request_id:
                 break
+        reply = frames[1] if len(frames) == 2 else b""
         if reply[:1] == _FAILED:
-            failure = _decode_failure(reply[1:])
+            failure = _parse_failure(reply[1:])
             raise RemoteError(failure.kind, failure.detail)
+        if reply[:1] != _OK:
+            raise ControlError(f"malformed reply of {len(frames)} frames from {self._address}")
         return reply[1:]
 
     def _connected(self) -> zmq.Socket[bytes]:

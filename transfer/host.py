@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+from transfer.arguments import check_type
 from transfer.errors import PeerUnreachable
 
 
@@ -36,6 +37,7 @@ def split(target: str) -> tuple[str, int]:
     Raises:
         PeerUnreachable: it is not of this form.
     """
+    check_type("address", target, str)
     host, _, port = target.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from transfer.arguments import check_immediate_key, check_type, check_wanted
 from transfer.errors import (
     EngineClosed,
     ImmediateTimeout,
@@ -144,6 +145,7 @@ class ImmediateBoard:
 
     def interrupt(self, reason: str) -> None:
         """Make every wait raise until `resume`."""
+        check_type("reason", reason, str)
         with self._changed:
             self._interrupted = reason
         self.notify()
@@ -155,6 +157,7 @@ class ImmediateBoard:
 
     def expect(self, wanted: Wanted, deadline: float) -> None:
         """Wait for all, then take them off."""
+        check_wanted(wanted)
 
         def complete() -> bool:
             missing = self._counters.missing(wanted)
@@ -172,11 +175,14 @@ class ImmediateBoard:
 
     def arrived(self, wanted: Wanted) -> bool:
         """Whether all have arrived; nothing is taken off. Raises `Interrupted` as a wait does."""
+        check_wanted(wanted)
         return self._wait(lambda: not self._counters.missing(wanted), time.monotonic())
 
     def wait_any(self, keys: Iterable[tuple[str, int]], deadline: float) -> bool:
         """Wait until one has arrived (True), or the deadline or `wake` (False)."""
         keys = tuple(keys)
+        for key in keys:
+            check_immediate_key(key)
         outcome = False
 
         def arrived_or_woken() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from array import array
@@ -71,8 +72,10 @@ class Landing:
     def _receive(self, sock: socket.socket, *, descriptors: bool) -> int:
         assert self.remaining
         if descriptors:
-            received, ancillary, _, _ = sock.recvmsg_into([self._places[0]], DESCRIPTOR_SPACE)
+            received, ancillary, flags, _ = sock.recvmsg_into([self._places[0]], DESCRIPTOR_SPACE)
             self._take_descriptors(ancillary)
+            if flags & socket.MSG_CTRUNC and self.descriptor < 0:
+                raise OSError(errno.EMFILE, "no room for a descriptor")
         elif len(self._places) == 1:
             received = sock.recv_into(self._places[0])
         else:

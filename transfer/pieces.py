@@ -23,6 +23,7 @@ IntsLike = int | np.integer | npt.ArrayLike
 LOOP_PIECES_MAX: Final = 8
 # Longer pieces are copied at full speed one by one; the loop costs under 10 % of it.
 VECTOR_LENGTH_MAX: Final = 128 << 10
+OFFSET_MAX: Final = 2**63 - 1
 STAGING_BYTES: Final = 1 << 20
 
 
@@ -49,12 +50,15 @@ def make_pieces(source_offsets: IntsLike, target_offsets: IntsLike, lengths: Int
     Raises:
         ValueError: shapes that do not fit, no integers, or a negative length.
     """
-    if isinstance(source_offsets, int) and isinstance(target_offsets, int) and type(lengths) is int:
+    # Not `isinstance`: a truth value is no offset.
+    if type(source_offsets) is int and type(target_offsets) is int and type(lengths) is int:
         return _one_piece(source_offsets, target_offsets, lengths)
     given = (source_offsets, target_offsets, lengths)
     arrays = [np.atleast_1d(np.asarray(numbers)) for numbers in given]
     if any(a.ndim != 1 or (a.size and a.dtype.kind not in "iu") for a in arrays):
         raise ValueError("offsets and lengths must be integers, or 1-d arrays of integers")
+    if any(a.dtype == np.uint64 and a.size and int(a.max()) > OFFSET_MAX for a in arrays):
+        raise ValueError(f"an offset or a length is beyond {OFFSET_MAX}")
     source, target, length = (
         np.ascontiguousarray(a, dtype=np.int64) for a in np.broadcast_arrays(*arrays)
     )
@@ -70,6 +74,12 @@ def _one_piece(source_offset: int, target_offset: int, length: int) -> Pieces:
     """The message of a busy loop: ten times cheaper than the general way."""
     if length < 0:
         raise ValueError(f"negative length {length}")
+    if not (
+        -OFFSET_MAX <= source_offset <= OFFSET_MAX
+        and -OFFSET_MAX <= target_offset <= OFFSET_MAX
+        and length <= OFFSET_MAX
+    ):
+        raise ValueError(f"an offset or a length is beyond {OFFSET_MAX}")
     table = np.array((source_offset, target_offset, length), dtype=np.int64)
     return Pieces(table[0:1], table[1:2], table[2:3]) if length else EMPTY
 

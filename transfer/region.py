@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from transfer.arguments import check_integer, check_type
 from transfer.errors import PeerUnknown, ProtocolViolation
 from transfer.memory import Memory, memory_of
 
@@ -58,6 +59,14 @@ class RegionKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     rights: int
     shareable: bool
 
+    def __post_init__(self) -> None:
+        check_type("owner", self.owner, str)
+        check_type("token", self.token, bytes)
+        check_integer("nbytes", self.nbytes, 0, 2**63 - 1)
+        check_integer("rights", self.rights, 1, 3)
+        if len(self.token) != TOKEN_BYTES:
+            raise ValueError(f"a token has {TOKEN_BYTES} bytes, got {len(self.token)}")
+
     @property
     def access(self) -> Access:
         """The rights as a flag."""
@@ -75,12 +84,9 @@ class RegionKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
             ProtocolViolation: the bytes are no key.
         """
         try:
-            key = _key_decoder.decode(data)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            return _key_decoder.decode(data)
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
             raise ProtocolViolation(f"region key: {error}") from error
-        if len(key.token) != TOKEN_BYTES or key.nbytes < 0 or key.rights not in (1, 2, 3):
-            raise ProtocolViolation("region key: a field is out of range")
-        return key
 
 
 _key_decoder = msgspec.msgpack.Decoder(RegionKey)
@@ -98,7 +104,9 @@ class Region:
     """
 
     def __init__(self, memory: Memory | torch.Tensor) -> None:
-        self.tensor = memory.tensor if isinstance(memory, Memory) else _as_bytes(memory)
+        if isinstance(memory, Memory) and memory.fd < 0:
+            raise ValueError("the memory is closed")
+        self.tensor = memory.tensor if isinstance(memory, Memory) else as_bytes(memory)
         self.nbytes = self.tensor.numel()
         self.array: Bytes = self.tensor.numpy()
         self.start = self.tensor.data_ptr()
@@ -112,11 +120,19 @@ class Region:
         return self.memory is not None
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous host tensor as [nbytes] uint8.
+
+    Raises:
+        ValueError: not contiguous, or not host memory.
+    """
+    check_type("memory", tensor, torch.Tensor)
     if tensor.device.type != "cpu":
         raise ValueError(f"only host memory can be registered, got a tensor on {tensor.device}")
-    if not tensor.is_contiguous():
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise ValueError("only contiguous tensors can be registered")
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        raise ValueError("only tensors whose memory holds their values can be registered")
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -207,7 +223,12 @@ def make_offer(
         ValueError: the window is not inside the region, or gives no right.
         PeerUnknown: `to` is empty.
     """
+    check_type("region", region, Region)
+    check_type("to", to, str)
+    check_type("access", access, Access)
+    check_integer("offset", offset, -(2**63), 2**63)
     size = region.nbytes - offset if nbytes is None else nbytes
+    check_integer("nbytes", size, -(2**64), 2**64)
     if offset < 0 or size < 0 or offset + size > region.nbytes:
         raise ValueError(
             f"window [{offset}, {offset + size}) is not inside the region of {region.nbytes} bytes"

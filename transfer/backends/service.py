@@ -232,13 +232,18 @@ class ServiceConnection:
     def _share(self, request: Request, offer: Offer) -> None:
         memory = offer.region.memory
         assert memory is not None
-        if memory.fd < 0:
-            self._reply(request, Status.UNKNOWN)
-            return
         writable = Access.WRITE in offer.access
         # A file of its own, opened for reading only, if reading is all that was offered.
         flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
-        descriptor = os.open(f"/proc/self/fd/{memory.fd}", flags)
+        fd = memory.fd
+        descriptor = os.open(f"/proc/self/fd/{fd}", flags) if fd >= 0 else -1
+        if memory.fd != fd and descriptor >= 0:
+            # Closed while we opened it: its number may be another file's by now.
+            os.close(descriptor)
+            descriptor = -1
+        if descriptor < 0:
+            self._reply(request, Status.UNKNOWN)
+            return
         place = PLACE.pack(offer.region.memory_offset + offer.offset, offer.nbytes)
         self._reply(request, Status.OK, [memoryview(place)], descriptor=descriptor)
 

@@ -102,7 +102,11 @@ class Windows:
     def _map(self, descriptor: int, key: RegionKey, offset: int, nbytes: int) -> Window:
         status = os.fstat(descriptor)
         # An unsealed file could be cut short under us, and touching it would kill this process.
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        except OSError:
+            seals = 0  # no memory file at all
+        if seals & SEALS != SEALS:
             raise AccessRefused(self._peer, "its memory is not sealed")
         if nbytes != key.nbytes or not 0 <= offset <= offset + nbytes <= status.st_size:
             raise AccessRefused(self._peer, f"window [{offset}, +{nbytes}) of {status.st_size}")
@@ -112,7 +116,7 @@ class Windows:
         if memory is None:
             try:
                 memory = MappedMemory(descriptor, status.st_size, writable=writable)
-            except OSError as error:
+            except (OSError, ValueError, OverflowError) as error:
                 raise AccessRefused(self._peer, f"mapping failed: {error}") from error
             self._memories[identity] = memory
         return Window(memory, offset, nbytes)

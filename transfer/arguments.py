@@ -1,0 +1,78 @@
+"""What callers hand to the engine, checked before anything is touched.
+
+A wrong type is a `TypeError`, a value out of range a `ValueError`, both in the caller's thread:
+nothing that the engine's own thread would stumble over gets as far as its queues.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from transfer.handshake import NAME_LENGTH_MAX, is_name
+
+# Longer waits are not told from endless ones: ten years.
+TIMEOUT_MAX_S: Final = 3.2e8
+
+
+def check_type(what: str, value: object, wanted: type) -> None:
+    """Raise `TypeError` unless `value` is a `wanted`."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{what} must be a {wanted.__name__}, got {type(value).__name__}")
+
+
+def check_integer(what: str, value: object, low: int, high: int) -> None:
+    """Raise unless `value` is an integer of `[low, high]`. Truth values are no integers."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise TypeError(f"{what} must be an int, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{what} must be in [{low}, {high}], got {value}")
+
+
+def check_timeout(timeout_s: object) -> float:
+    """Return seconds that a deadline can be made of; below zero is no time at all.
+
+    Raises:
+        TypeError: no number.
+        ValueError: not a number that is ever over.
+    """
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+        raise TypeError(f"timeout_s must be a number, got {type(timeout_s).__name__}")
+    if not math.isfinite(timeout_s) or timeout_s > TIMEOUT_MAX_S:
+        raise ValueError(f"timeout_s must be finite and at most {TIMEOUT_MAX_S:g}, got {timeout_s}")
+    return float(timeout_s)
+
+
+def check_name(name: object) -> str:
+    """Return the name of an engine.
+
+    Raises:
+        TypeError: no string.
+        ValueError: empty, too long, or with characters that cannot be shown.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a name is a str, got {type(name).__name__}")
+    if not is_name(name):
+        raise ValueError(
+            f"a name has 1 to {NAME_LENGTH_MAX} printable characters, got {name!r:.80}"
+        )
+    return name
+
+
+def check_wanted(wanted: object) -> None:
+    """Raise unless it maps (peer, immediate) to counts, each at least 0."""
+    check_type("wanted", wanted, Mapping)
+    assert isinstance(wanted, Mapping)
+    for key, count in wanted.items():
+        check_immediate_key(key)
+        check_integer("a count", count, 0, 2**63 - 1)
+
+
+def check_immediate_key(key: object) -> None:
+    """Raise unless it is a (peer, immediate)."""
+    if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
+        raise TypeError(f"expected (peer, immediate), got {key!r:.80}")
+    check_integer("an immediate", key[1], 0, 2**32 - 1)
