@@ -1,0 +1,200 @@
+"""The queue of a slab: batches of extents that a few threads work through.
+
+A batch is one call of the user with up to thousands of pieces. Threads take turns at the batches,
+about one large system call at a time, so a small batch does not wait for the end of a large one:
+
+    queue    [ batch a: 7 of 900 extents taken ] [ batch b: 0 of 1 ] ...
+    thread   takes the next extents of the first batch, puts the batch behind the others
+
+The queue is bounded: whoever submits waits for room until the batch's deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from transfer.errors import StorageFailed, TransferError, TransferTimeout
+
+logger = logging.getLogger(__name__)
+
+JOIN_S: Final = 10.0
+
+Done = Callable[[TransferError | None], object]
+
+
+class Work(Protocol):
+    """What a batch is made of."""
+
+    def __len__(self) -> int:
+        """Number of extents."""
+
+    def weigh(self, index: int) -> int:
+        """Bytes of an extent."""
+
+    def perform(self, index: int, lane: int) -> None:
+        """Move one extent, in thread `lane`.
+
+        Raises:
+            TransferError: it failed; the rest of the batch is not begun.
+        """
+
+
+class Batch:
+    """Work under way. `next`, `running` and `error` belong to the queue's lock."""
+
+    def __init__(self, work: Work, operation: str, deadline: float, done: Done) -> None:
+        self.work = work
+        self.operation = operation
+        self.deadline = deadline
+        self.done = done
+        self.next = 0
+        self.running = 0
+        self.error: TransferError | None = None
+
+
+class FileQueue:
+    """A few threads and a bounded queue of batches. Thread-safe.
+
+    Args:
+        name: of the file, for errors and for the names of the threads.
+        threads: extents that move at once.
+        queued_max: batches that wait or run.
+        turn_bytes: what a thread takes from one batch at a time.
+    """
+
+    def __init__(self, name: str, *, threads: int, queued_max: int, turn_bytes: int) -> None:
+        self._name = name
+        self._queued_max = queued_max
+        self._turn_bytes = turn_bytes
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        self._waiting: deque[Batch] = deque()
+        self._alive: set[Batch] = set()
+        self._closed = True
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name=f"file-{lane}", daemon=True)
+            for lane in range(threads)
+        ]
+
+    def open(self) -> None:
+        """Start the threads."""
+        self._closed = False
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> bool:
+        """Fail what has not begun, wait for what has, end the threads.
+
+        Returns:
+            False if a system call does not come back: its thread, and the memory and the
+            descriptor that it uses, cannot be freed.
+        """
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = list(self._waiting), deque()
+            for batch in waiting:
+                batch.error = batch.error or StorageFailed(
+                    self._name, batch.operation, "the slab was closed"
+                )
+            idle = [batch for batch in waiting if not batch.running]
+            self._work.notify_all()
+            self._room.notify_all()
+        for batch in idle:
+            self._end(batch)
+        limit = time.monotonic() + JOIN_S
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(max(limit - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def submit(self, work: Work, operation: str, deadline: float, done: Done) -> None:
+        """Queue a batch. `done(error)` is called once, by one of the threads or by `close`.
+
+        Raises:
+            StorageFailed: closed.
+            TransferTimeout: no room until the deadline; nothing was begun.
+        """
+        batch = Batch(work, operation, deadline, done)
+        started = time.monotonic()
+        with self._lock:
+            while not self._closed and len(self._alive) >= self._queued_max:
+                if not self._room.wait(max(deadline - time.monotonic(), 0.0)):
+                    elapsed_s = time.monotonic() - started
+                    raise TransferTimeout(
+                        self._name, operation, backend="file", elapsed_s=elapsed_s
+                    )
+            if self._closed:
+                raise StorageFailed(self._name, operation, "the slab is not open")
+            self._alive.add(batch)
+            self._waiting.append(batch)
+            self._work.notify()
+
+    @property
+    def num_alive(self) -> int:
+        """Batches that wait or run."""
+        return len(self._alive)
+
+    def _run(self, lane: int) -> None:
+        while (turn := self._take()) is not None:
+            batch, first, end = turn
+            error: TransferError | None = None
+            try:
+                for index in range(first, end):
+                    batch.work.perform(index, lane)
+            except TransferError as caught:
+                error = caught
+            except Exception as caught:
+                # A bug must not leave the caller waiting for a thread that is gone.
+                logger.exception("a file operation on %s failed unexpectedly", self._name)
+                error = StorageFailed(self._name, batch.operation, repr(caught))
+            self._after_turn(batch, error)
+
+    def _take(self) -> tuple[Batch, int, int] | None:
+        """The next extents to move; None at the end. An overdue batch gets none."""
+        with self._lock:
+            while not self._waiting:
+                if self._closed:
+                    return None
+                self._work.wait()
+            batch = self._waiting.popleft()
+            first = batch.next
+            if batch.error is None and time.monotonic() > batch.deadline:
+                batch.error = TransferTimeout(self._name, batch.operation, backend="file")
+            if batch.error is None:
+                taken, total = 0, len(batch.work)
+                while batch.next < total and taken < self._turn_bytes:
+                    taken += batch.work.weigh(batch.next)
+                    batch.next += 1
+                if batch.next < total:
+                    self._waiting.append(batch)
+                    self._work.notify()
+            batch.running += 1
+            return batch, first, batch.next
+
+    def _after_turn(self, batch: Batch, error: TransferError | None) -> None:
+        with self._lock:
+            batch.running -= 1
+            batch.error = batch.error or error
+            if batch.error is not None and batch in self._waiting:
+                self._waiting.remove(batch)
+            ended = not batch.running and batch not in self._waiting
+        if ended:
+            self._end(batch)
+
+    def _end(self, batch: Batch) -> None:
+        with self._lock:
+            if batch not in self._alive:
+                return
+            self._alive.discard(batch)
+            self._room.notify()
+        try:
+            batch.done(batch.error)
+        except Exception:
+            # The waiter's bug must not end the thread that serves everybody.
+            logger.exception("a callback of a file operation on %s raised", self._name)

@@ -1,0 +1,185 @@
+"""What the threads of a slab do with one extent: read it, write it, or make all of it durable."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from transfer.backends.block_locks import BlockLocks
+from transfer.backends.direct_io import (
+    AlignedBuffer,
+    Alignment,
+    read_fully,
+    storage_error,
+    write_fully,
+)
+from transfer.backends.file_extents import make_extents
+from transfer.errors import StorageFailed, TransferTimeout
+from transfer.native import copy_pieces
+from transfer.pieces import Ints
+from transfer.region import Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileAccess:
+    """An open file and what is needed to move its bytes.
+
+    Attributes:
+        fd: the descriptor.
+        path: for errors.
+        file_bytes: size that the file must keep.
+        alignment: what every call keeps to.
+        locks: of its blocks.
+        buffers: one for each thread, as large as the largest extent.
+    """
+
+    fd: int
+    path: str
+    file_bytes: int
+    alignment: Alignment
+    locks: BlockLocks
+    buffers: tuple[AlignedBuffer, ...]
+
+
+class _ExtentWork:
+    """Pieces of memory and of a file, as extents. Keeps the memory alive."""
+
+    def __init__(
+        self,
+        access: FileAccess,
+        memory: Bytes,
+        memory_offsets: Ints,
+        file_offsets: Ints,
+        lengths: Ints,
+        deadline: float,
+    ) -> None:
+        self._access = access
+        self._memory = memory
+        self._start = memory.ctypes.data
+        self._view = memory.data
+        self._deadline = deadline
+        self._extents = extents = make_extents(
+            self._start,
+            memory_offsets,
+            file_offsets,
+            lengths,
+            alignment=access.alignment,
+            io_bytes=len(access.buffers[0].array),
+        )
+        self._bounds = extents.bounds.tolist()
+        self._lows = extents.lows.tolist()
+        self._highs = extents.highs.tolist()
+        self._direct = extents.direct.tolist()
+        self._partial = extents.partial.tolist()
+
+    def __len__(self) -> int:
+        return len(self._lows)
+
+    def weigh(self, index: int) -> int:
+        weight: int = self._highs[index] - self._lows[index]
+        return weight
+
+    def _pieces(self, index: int) -> slice:
+        return slice(self._bounds[index], self._bounds[index + 1])
+
+    def _views(self, index: int) -> list[memoryview]:
+        pieces, view = self._pieces(index), self._view
+        offsets = self._extents.memory_offsets[pieces].tolist()
+        lengths = self._extents.lengths[pieces].tolist()
+        return [view[o : o + n] for o, n in zip(offsets, lengths, strict=True)]
+
+    def _buffer(self, index: int, lane: int) -> Bytes:
+        return self._access.buffers[lane].array[: self.weigh(index)]
+
+
+class ReadWork(_ExtentWork):
+    """Reads extents into memory."""
+
+    def perform(self, index: int, lane: int) -> None:
+        """Read one extent."""
+        access, low = self._access, self._lows[index]
+        block = access.alignment.block
+        if self._direct[index]:
+            read_fully(access.fd, self._views(index), low, access.path, block)
+            return
+        buffer = self._buffer(index, lane)
+        read_fully(access.fd, [buffer.data], low, access.path, block)
+        pieces, extents = self._pieces(index), self._extents
+        copy_pieces(
+            self._start,
+            buffer.ctypes.data - low,
+            extents.memory_offsets[pieces],
+            extents.file_offsets[pieces],
+            extents.lengths[pieces],
+        )
+
+
+class WriteWork(_ExtentWork):
+    """Writes extents from memory."""
+
+    def perform(self, index: int, lane: int) -> None:
+        """Write one extent, reading first what its blocks have beside our pieces."""
+        access, low, high = self._access, self._lows[index], self._highs[index]
+        block = access.alignment.block
+        with access.locks.hold(
+            low // block, high // block, alone=self._partial[index], deadline=self._deadline
+        ) as held:
+            if not held:
+                raise TransferTimeout(access.path, "write", backend="file")
+            self._check_size(low)
+            if self._direct[index]:
+                write_fully(access.fd, self._views(index), low, access.path)
+                return
+            buffer = self._buffer(index, lane)
+            if self._partial[index]:
+                self._read_edges(index, buffer)
+            pieces, extents = self._pieces(index), self._extents
+            copy_pieces(
+                buffer.ctypes.data - low,
+                self._start,
+                extents.file_offsets[pieces],
+                extents.memory_offsets[pieces],
+                extents.lengths[pieces],
+            )
+            write_fully(access.fd, [buffer.data], low, access.path)
+
+    def _check_size(self, low: int) -> None:
+        """A write behind the end of a file that was cut would quietly make it longer again."""
+        access = self._access
+        try:
+            size = os.fstat(access.fd).st_size
+        except OSError as error:
+            raise storage_error(access.path, "write", low, error) from error
+        if size < access.file_bytes:
+            reason = f"cut short: the file has {size} bytes, not {access.file_bytes}"
+            raise StorageFailed(access.path, "write", reason, offset=low)
+
+    def _read_edges(self, index: int, buffer: Bytes) -> None:
+        access, low, high = self._access, self._lows[index], self._highs[index]
+        block, view = access.alignment.block, buffer.data
+        if self._extents.gaps[index] or high - low <= 2 * block:
+            read_fully(access.fd, [view], low, access.path, block)
+            return
+        read_fully(access.fd, [view[:block]], low, access.path, block)
+        read_fully(access.fd, [view[-block:]], high - block, access.path, block)
+
+
+class SyncWork:
+    """Makes what was written survive a power cut."""
+
+    def __init__(self, access: FileAccess) -> None:
+        self._access = access
+
+    def __len__(self) -> int:
+        return 1
+
+    def weigh(self, index: int) -> int:
+        """No bytes of its own."""
+        return 1
+
+    def perform(self, index: int, lane: int) -> None:
+        """Ask the disk to keep all ended writes."""
+        try:
+            os.fdatasync(self._access.fd)
+        except OSError as error:
+            raise storage_error(self._access.path, "sync", -1, error) from error
