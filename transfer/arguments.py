@@ -7,8 +7,8 @@ nothing that the engine's own thread would stumble over gets as far as its queue
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -18,10 +18,22 @@ from transfer.handshake import NAME_LENGTH_MAX, is_name
 TIMEOUT_MAX_S: Final = 3.2e8
 
 
-def check_type(what: str, value: object, wanted: type) -> None:
-    """Raise `TypeError` unless `value` is a `wanted`."""
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def check_type(what: str, value: object, wanted: type[T]) -> T:
+    """Return `value`; `TypeError` unless it is a `wanted`."""
     if not isinstance(value, wanted):
         raise TypeError(f"{what} must be a {wanted.__name__}, got {type(value).__name__}")
+    return value
+
+
+def check_handler(handler: F) -> F:
+    """Return the handler; `TypeError` unless it can be called."""
+    if not callable(handler):
+        raise TypeError(f"a handler must be callable, got {type(handler).__name__}")
+    return handler
 
 
 def check_integer(what: str, value: object, low: int, high: int) -> None:
@@ -64,8 +76,8 @@ def check_name(name: object) -> str:
 
 def check_wanted(wanted: object) -> None:
     """Raise unless it maps (peer, immediate) to counts, each at least 0."""
-    check_type("wanted", wanted, Mapping)
-    assert isinstance(wanted, Mapping)
+    if not isinstance(wanted, Mapping):
+        raise TypeError(f"expected {{(peer, immediate): count}}, got {type(wanted).__name__}")
     for key, count in wanted.items():
         check_immediate_key(key)
         check_integer("a count", count, 0, 2**63 - 1)

@@ -12,16 +12,18 @@ from typing import Self
 import torch
 
 from configs.schema import TransferBackend, TransferConfig
+from transfer.arrivals import Arrivals
+from transfer.arguments import check_handler, check_name, check_type
 from transfer.calling import Caller
 from transfer.errors import EngineClosed, PeerLost, PeerUnknown, TransferTimeout
 from transfer.event_loop import EventLoop
 from transfer.handle import Transfer
-from transfer.handshake import NAME_LENGTH_MAX
 from transfer.immediates import Wanted
 from transfer.links import Links, LostHandler, NotifyHandler
 from transfer.memory import Memory
 from transfer.operations import Mover, deadline_after
-from transfer.peer import LinkState, Peer, PeerLink, PeerTable
+from transfer.movement import Movement
+from transfer.peer import LinkState, Peer, PeerLink, PeerTable, name_of
 from transfer.pieces import IntsLike, make_pieces
 from transfer.region import Access, OfferTable, Region, RegionKey, make_offer
 from transfer.rendezvous import Rendezvous
@@ -31,7 +33,7 @@ from transfer.wire import ControlKind, encode_control
 _engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 
 
-class TransferEngine:
+class TransferEngine(Movement, Arrivals):
     """Moves bytes between registered memory of this process and of its peers.
 
     All methods are thread-safe. Between `open` and `close` one background thread accepts peers,
@@ -45,8 +47,7 @@ class TransferEngine:
     """
 
     def __init__(self, config: TransferConfig, *, name: str, secret: bytes) -> None:
-        if not 0 < len(name) <= NAME_LENGTH_MAX:
-            raise ValueError(f"a name has 1 to {NAME_LENGTH_MAX} characters, got {len(name)}")
+        check_name(name)
         if not secret:
             raise ValueError("the cluster secret is empty")
         self.name = name
@@ -89,13 +90,14 @@ class TransferEngine:
                 shared_memory=backend is not TransferBackend.TCP,
                 tcp=backend is not TransferBackend.SHARED_MEMORY,
             )
+            self._board.open()
+            self._loop.start()
         except OSError:
             self._state = "closed"
             self._rendezvous.abandon()
+            self._board.abandon()
             raise
         self._state = "open"
-        self._board.open()
-        self._loop.start()
         self._loop.call(self._rendezvous.start)
         _engines.add(self)
         return self
@@ -146,7 +148,7 @@ class TransferEngine:
 
     def release(self, region: Region) -> None:
         """Withdraw every key of a region; idempotent. The memory is not touched."""
-        for token, offer in self._offers.withdraw_region(region):
+        for token, offer in self._offers.withdraw_region(check_type("region", region, Region)):
             self._tell_withdrawn(token, offer.to)
 
     def offer(
@@ -179,7 +181,7 @@ class TransferEngine:
 
         A same-host peer is told, and forgets its mapping; until then it can still write.
         """
-        offer = self._offers.withdraw(key.token)
+        offer = self._offers.withdraw(check_type("key", key, RegionKey).token)
         if offer is not None:
             self._tell_withdrawn(key.token, offer.to)
 
@@ -206,7 +208,7 @@ class TransferEngine:
         After the return none of its bytes lands over a socket. What was offered to it through
         shared memory must not be reused until its process is dead. `on_peer_lost` is not called.
         """
-        self._table.fence(name, reason)
+        self._table.fence(check_name(name), reason)
         self._offers.withdraw_peer(name)
         self._loop.ask(lambda: self._links.fence(name, reason))
 
@@ -218,67 +220,13 @@ class TransferEngine:
         """
         if name == self.name:
             return Peer(name, self.address, "local", lambda: self._state == "open")
-        link = self._table.get(name)
-        if link is None or link.state is not LinkState.READY:
+        if (link := self._table.get(name)) is None or link.state is not LinkState.READY:
             raise PeerUnknown(name)
         return self._public(link)
 
     def peers(self) -> tuple[Peer, ...]:
         """Return the connected peers, in no order."""
         return tuple(self._public(link) for link in self._table.links() if link.alive)
-
-    def write(
-        self,
-        peer: str | Peer,
-        source: Region,
-        target: RegionKey,
-        source_offsets: IntsLike,
-        target_offsets: IntsLike,
-        lengths: IntsLike,
-        *,
-        immediate: int | None = None,
-        timeout_s: float | None = None,
-    ) -> Transfer:
-        """Write pieces of our region into a peer's window.
-
-        When the transfer has ended well, all bytes are in place. The immediate is counted at
-        the peer once they are, and exactly once. A write of zero bytes with an immediate is a
-        signal. Into mapped memory the copy is made before the call returns.
-
-        Args:
-            peer: the owner of `target`.
-            source: our region; must not change until the transfer has ended.
-            target: a key with the right to write.
-            source_offsets: [N] int64 bytes into the region, or one integer.
-            target_offsets: [N] int64 bytes into the window, or one integer.
-            lengths: [N] int64 bytes, or one integer for all.
-            immediate: uint32.
-            timeout_s: default `operation_timeout_s`.
-
-        Raises:
-            ValueError: the arguments do not fit our region.
-            PeerLost, PeerUnknown, AccessRefused, TransferTimeout: known at once; what becomes
-                known later is raised by the transfer.
-        """
-        deadline = deadline_after(timeout_s, self._config.operation_timeout_s)
-        pieces = make_pieces(source_offsets, target_offsets, lengths)
-        return self._mover.write(_name(peer), source, target, pieces, immediate, deadline)
-
-    def read(
-        self,
-        peer: str | Peer,
-        target: Region,
-        source: RegionKey,
-        target_offsets: IntsLike,
-        source_offsets: IntsLike,
-        lengths: IntsLike,
-        *,
-        timeout_s: float | None = None,
-    ) -> Transfer:
-        """Read pieces of a peer's window into our region. As `write`, in the other direction."""
-        deadline = deadline_after(timeout_s, self._config.operation_timeout_s)
-        pieces = make_pieces(source_offsets, target_offsets, lengths)
-        return self._mover.read(_name(peer), target, source, pieces, deadline)
 
     def notify(self, peer: str | Peer, payload: bytes) -> None:
         """Send a small message to the peer's `on_notify` handlers.
@@ -290,7 +238,7 @@ class TransferEngine:
             TransferTimeout: the peer does not take what was sent before.
             PeerLost, PeerUnknown: nobody there.
         """
-        name = _name(peer)
+        name = name_of(peer)
         if len(payload) > self._config.notify_bytes_max:
             raise ValueError(f"{len(payload)} bytes exceed {self._config.notify_bytes_max}")
         if name == self.name:
@@ -308,50 +256,11 @@ class TransferEngine:
 
     def on_notify(self, handler: NotifyHandler) -> None:
         """Call `handler(peer, payload)` for each notify, on the engine's thread. Before `open`."""
-        self._links.notify_handlers.append(handler)
+        self._links.notify_handlers.append(check_handler(handler))
 
     def on_peer_lost(self, handler: LostHandler) -> None:
         """Call `handler(peer, evidence)` once per lost peer, on the engine's thread."""
-        self._links.lost_handlers.append(handler)
-
-    def expect(self, wanted: Wanted, *, timeout_s: float) -> None:
-        """Wait until every (peer, immediate) has been counted so often, then take that off.
-
-        All or nothing: what raises consumes nothing.
-
-        Raises:
-            PeerLost: a peer that still owes something is gone.
-            ImmediateTimeout: not in time.
-            Interrupted: `interrupt` holds.
-        """
-        self._board.expect(wanted, time.monotonic() + timeout_s)
-
-    def arrived(self, wanted: Wanted) -> bool:
-        """Whether `expect` would return at once. Nothing is consumed. Raises `Interrupted`."""
-        return self._board.arrived(wanted)
-
-    def wait_any(self, keys: Iterable[tuple[str, int]], *, timeout_s: float) -> bool:
-        """Wait until one of the immediates has been counted; nothing is consumed.
-
-        Returns:
-            False at the timeout, or after `wake`.
-
-        Raises:
-            Interrupted: `interrupt` holds.
-        """
-        return self._board.wait_any(keys, time.monotonic() + timeout_s)
-
-    def wake(self) -> None:
-        """Make a `wait_any` in progress, or the next one, return."""
-        self._board.wake()
-
-    def interrupt(self, reason: str) -> None:
-        """Make every `expect` and `wait_any`, present and future, raise until `resume`."""
-        self._board.interrupt(reason)
-
-    def resume(self) -> None:
-        """End `interrupt`."""
-        self._board.resume()
+        self._links.lost_handlers.append(check_handler(handler))
 
     def statistics(self) -> TransferStatistics:
         """Return what was done so far."""
@@ -369,8 +278,7 @@ class TransferEngine:
         self._board.drain()
 
     def _tell_withdrawn(self, token: bytes, name: str) -> None:
-        link = self._table.get(name)
-        if link is not None:
+        if (link := self._table.get(name)) is not None:
             self._links.tell_withdrawn(link, token)
 
     def _public(self, link: PeerLink) -> Peer:
@@ -385,10 +293,6 @@ class TransferEngine:
             link.abandon()
         self._board.abandon()
         self._loop.abandon()
-
-
-def _name(peer: str | Peer) -> str:
-    return peer if isinstance(peer, str) else peer.name
 
 
 def _abandon_all() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from transfer import native
+from transfer.arguments import check_integer, check_timeout, check_type
 from transfer.backends.local import LocalBackend
 from transfer.backends.shared_memory import Window
 from transfer.errors import AccessRefused, PeerLost, TransferError
@@ -51,8 +52,8 @@ class Mover:
         backend, link = self._route(peer, target)
         self._check(backend, target, WRITE, pieces.target_offsets, pieces)
         _check_own(pieces.source_offsets, pieces, source)
-        if immediate is not None and not 0 <= immediate <= IMMEDIATE_MAX:
-            raise ValueError(f"an immediate is an unsigned 32-bit number, got {immediate}")
+        if immediate is not None:
+            check_integer("an immediate, 32-bit unsigned,", immediate, 0, IMMEDIATE_MAX)
         handle = Transfer(
             peer=peer, operation="write", backend=backend, nbytes=pieces.nbytes, deadline=deadline
         )
@@ -100,6 +101,8 @@ class Mover:
         return handle
 
     def _route(self, peer: str, key: RegionKey) -> tuple[str, PeerLink | None]:
+        if type(key) is not RegionKey:
+            check_type("a key", key, RegionKey)
         if key.owner != peer:
             raise ValueError(f"the key is {key.owner}'s, not {peer}'s")
         if peer == self._name:
@@ -175,10 +178,12 @@ class Mover:
 
 def deadline_after(timeout_s: float | None, default_s: float) -> float:
     """Return the `time.monotonic` at which an operation that starts now is late."""
-    return time.monotonic() + (default_s if timeout_s is None else timeout_s)
+    return time.monotonic() + (default_s if timeout_s is None else check_timeout(timeout_s))
 
 
 def _check_own(offsets: Ints, pieces: Pieces, region: Region) -> None:
+    if type(region) is not Region:
+        check_type("a region", region, Region)
     problem = out_of_bounds(offsets, pieces.lengths, region.nbytes)
     if problem is not None:
         raise ValueError(f"own region: {problem}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from transfer.arguments import check_type
 from transfer.backends.service import IncomingWrites, ServiceConnection
 from transfer.backends.shared_memory import Windows
 from transfer.errors import PeerLost, PeerUnknown
@@ -71,6 +72,7 @@ class PeerLink:
 
     def abandon(self) -> None:
         """Close the descriptors only: the way out after a fork."""
+        self.evidence = "its connection belongs to the parent process"
         for stream in [self.control, *(c.stream for c in self.serving)]:
             stream.sock.close()
         self.requests.abandon()
@@ -112,6 +114,11 @@ class Peer:
     def alive(self) -> bool:
         """Whether the connection stands."""
         return self._alive()
+
+
+def name_of(peer: str | Peer) -> str:
+    """Return the name of a peer that is given either way."""
+    return peer if isinstance(peer, str) else check_type("peer", peer, Peer).name
 
 
 class PeerTable:
