@@ -1,0 +1,107 @@
+"""A virtual environment for the engines that ours is compared with, apart from our own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+# With its dependencies it would bring a CUDA build of torch; it runs on any.
+NIXL = ("nixl-cu12==1.5.1", "nixl==1.5.1")
+# What the Mooncake wheel expects of the system. Its loader names the one that is missing.
+MOONCAKE_LIBRARIES = "libibverbs1 librdmacm1 libcurl4 libnuma1"
+INSTALL_S_MAX = 1800
+COMPILE_S_MAX = 60
+
+
+class PeersUnavailable(RuntimeError):
+    """The peers could not be installed, or a compiler is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEnvironment:
+    """Where the peers are.
+
+    Attributes:
+        python: their interpreter.
+        missing: peer -> why it cannot be imported, as it said itself.
+    """
+
+    python: Path
+    missing: dict[str, str]
+
+
+def default_folder() -> Path:
+    """The user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "moe-runtime" / "peers"
+
+
+def peer_environment(folder: Path) -> PeerEnvironment:
+    """Make it at the first use; later uses only look.
+
+    Raises:
+        PeersUnavailable: pip failed; its last lines are in the message.
+    """
+    python = folder / "bin" / "python"
+    if not python.exists():
+        sys.stderr.write(f"installing the peers into {folder}, some minutes ...\n")
+        venv.create(folder, with_pip=True)
+    probes = {"mooncake": "import mooncake.engine", "nixl": "from nixl._api import nixl_agent"}
+    missing = {name: _probe(python, line) for name, line in probes.items()}
+    if any("ModuleNotFoundError" in why for why in missing.values()):
+        _pip(python, TORCH, "numpy")
+        _pip(python, MOONCAKE)
+        _pip(python, "--no-deps", *NIXL)
+        missing = {name: _probe(python, line) for name, line in probes.items()}
+    return PeerEnvironment(python=python, missing={k: v for k, v in missing.items() if v})
+
+
+def raw_library(folder: Path) -> Path:
+    """Compile the plain sockets.
+
+    Raises:
+        PeersUnavailable: no compiler, or it failed.
+    """
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise PeersUnavailable("raw sockets need a C compiler (gcc)")
+    source = Path(__file__).parent / "peers" / "raw_sockets.c"
+    library = folder / "raw_sockets.so"
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-lpthread"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=COMPILE_S_MAX, check=False
+    )
+    if done.returncode:
+        raise PeersUnavailable(f"raw_sockets.c: {done.stderr.strip()[-400:]}")
+    return library
+
+
+def _pip(python: Path, *what: str) -> None:
+    done = subprocess.run(
+        [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what],
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_S_MAX,
+        check=False,
+    )
+    if done.returncode:
+        raise PeersUnavailable(f"pip install {' '.join(what)}: {done.stderr.strip()[-600:]}")
+
+
+def _probe(python: Path, line: str) -> str:
+    """Return the last line of what an import says, "" if it works."""
+    done = subprocess.run(
+        [str(python), "-c", line], capture_output=True, text=True, timeout=120, check=False
+    )
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+    hint = f" (needs {MOONCAKE_LIBRARIES})" if "cannot open shared object" in said[0] else ""
+    return said[0] + hint
