@@ -24,6 +24,7 @@ from transfer.signals import SignalChannel, SignalPoll
 IMMEDIATE_MAX: Final = 2**32 - 1
 # Distinct immediates of one peer that nobody has consumed yet.
 PENDING_MAX: Final = 1 << 16
+CLOSE_S: Final = 5.0
 
 Wanted = Mapping[tuple[str, int], int]
 
@@ -74,7 +75,8 @@ class ImmediateBoard:
     """Where threads wait for immediates. Thread-safe.
 
     The waiting thread itself polls the peers' signal sockets, so an immediate costs one wake-up.
-    If several threads wait, one of them polls and the others wait for it.
+    If several threads wait, one of them polls and the others wait for it. Who polls, changes
+    and waits does so under one lock, so no wake-up is lost and nobody looks again by the clock.
 
     Args:
         lost: says why a peer is gone; None if it is well. Raises `PeerUnknown`.
@@ -91,7 +93,7 @@ class ImmediateBoard:
         self._on_signal_lost = on_signal_lost
         self._counters = ImmediateCounters()
         self._changed = threading.Condition()
-        self._polling = threading.Lock()
+        self._polling = False
         self._num_waiting = 0
         self._interrupted: str | None = None
         self._woken = False
@@ -110,8 +112,10 @@ class ImmediateBoard:
             self._closed = True
         self.notify()
         # A waiter that polls leaves at once; only then may its descriptors go.
-        with self._polling:
-            self.poll.close()
+        with self._changed:
+            left = self._changed.wait_for(lambda: not self._polling, CLOSE_S)
+        assert left, "a thread polls although it was woken"
+        self.poll.close()
 
     def abandon(self) -> None:
         """Close the descriptors only: the way out after a fork."""
@@ -196,41 +200,31 @@ class ImmediateBoard:
 
     def drain(self) -> None:
         """Read all signals that are there, unless a waiting thread is at it anyway."""
-        if self._is_awaited() or not self._polling.acquire(blocking=False):
-            return
-        try:
-            if not self._closed:
-                self._poll_once(0.0)
-        finally:
-            self._polling.release()
-        if self._is_awaited():  # one has come meanwhile, and may have followed us
-            self.notify()
+        with self._changed:
+            if self._num_waiting or self._polling or self._closed:
+                return
+            self._polling = True
+        self._poll_once(0.0)
 
     def drain_channel(self, channel: SignalChannel) -> None:
         """Read what a lost peer has left behind: its completed writes still count."""
         while self._receive(channel):
             pass
 
-    def _is_awaited(self) -> bool:
-        return self._num_waiting > 0
-
     def _wait(self, complete: Callable[[], bool], deadline: float) -> bool:
         with self._changed:
             self._num_waiting += 1
-        try:
-            while True:
-                with self._changed:
+            try:
+                while True:
                     self._check_allowed()
                     if complete():
                         return True
-                remaining = deadline - time.monotonic()
-                self._poll_or_follow(max(remaining, 0.0))
-                if remaining <= 0:
-                    with self._changed:
+                    remaining = deadline - time.monotonic()
+                    self._poll_or_follow(max(remaining, 0.0))
+                    if remaining <= 0:
                         self._check_allowed()
                         return complete()
-        finally:
-            with self._changed:
+            finally:
                 self._num_waiting -= 1
 
     def _check_allowed(self) -> None:
@@ -240,23 +234,26 @@ class ImmediateBoard:
             raise Interrupted(self._interrupted)
 
     def _poll_or_follow(self, timeout_s: float) -> None:
-        if self._polling.acquire(blocking=False):
-            try:
-                if not self._closed:
-                    self._poll_once(timeout_s)
-            finally:
-                self._polling.release()
-                if self._num_waiting > 1:
-                    with self._changed:
-                        self._changed.notify_all()
+        """Wait once for something to change. Holds the lock on entry and on return."""
+        if self._polling:
+            self._changed.wait(timeout_s)
             return
-        with self._changed:
-            # Bounded: the thread that polls may have left between our look and this wait.
-            self._changed.wait(min(timeout_s, 0.01))
+        self._polling = True
+        self._changed.release()
+        try:
+            self._poll_once(timeout_s)
+        finally:
+            self._changed.acquire()
 
     def _poll_once(self, timeout_s: float) -> None:
-        for channel in self.poll.wait(timeout_s):
-            self._receive(channel)
+        try:
+            for channel in self.poll.wait(timeout_s):
+                self._receive(channel)
+        finally:
+            with self._changed:
+                self._polling = False
+                # Those who follow look at the counts, and one of them polls next.
+                self._changed.notify_all()
 
     def _receive(self, channel: SignalChannel) -> bool:
         try:

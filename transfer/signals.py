@@ -47,7 +47,9 @@ class SignalChannel:
             OSError: the connection is gone.
         """
         data = SIGNAL.pack(immediate)
-        if not self._sending.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+        if not self._sending.acquire(blocking=False) and not self._sending.acquire(
+            timeout=max(deadline - time.monotonic(), 0.0)
+        ):
             return False
         try:
             while data:
