@@ -41,7 +41,7 @@ def split(target: str) -> tuple[str, int]:
     host, _, port = target.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
-        raise PeerUnreachable(target, "not of the form host:port")
+        raise PeerUnreachable(target[:80], "not of the form host:port")
     return host, int(port)
 
 
@@ -55,5 +55,5 @@ def resolve(target: str) -> str:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
-        raise PeerUnreachable(target, f"unreachable: {error}") from error
+        raise PeerUnreachable(target[:80], f"unreachable: {error}") from error
     return f"{found[0][4][0]}:{port}"
