@@ -20,12 +20,13 @@ READY := $(VENV)/.moe-runtime-ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo test lint format bench docs clean
+.PHONY: help install serve demo test test-rdma lint format bench docs clean
 
 help:
 	@echo "make serve   start the example model on this machine (http://127.0.0.1:8000)"
 	@echo "make demo    kill workers under load and compare every token"
 	@echo "make test    the test suite        make lint    formatting, types, floors, spelling"
+	@echo "make test-rdma   the tests on RDMA devices, in a virtual machine where this one has none"
 	@echo "make bench   benchmarks            make clean   remove what the others made"
 
 install: $(READY)
@@ -50,6 +51,17 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# With REQUIRE_RDMA=1 (as in CI) it fails where it cannot run; else it says why and goes on.
+REQUIRE_RDMA ?=
+RDMA_TESTS := $(BIN)/python -m pytest -p no:cacheprovider -m rdma tests/rdma $(ARGS)
+test-rdma: $(READY)
+	@export REQUIRE_RDMA=$(REQUIRE_RDMA); \
+	if compgen -G "/dev/infiniband/uverbs*" >/dev/null; then exec $(RDMA_TESTS); fi; \
+	status=0; tools/rdma-vm --nics 4 --timeout 900 -- $(RDMA_TESTS) || status=$$?; \
+	if [ $$status = 69 ] && [ -z "$$REQUIRE_RDMA" ]; then \
+		echo "SKIPPED: the tests on RDMA devices (the reason is above)"; \
+	else exit $$status; fi
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
