@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Flag
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
@@ -51,6 +51,7 @@ class RegionKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         nbytes: size of the window.
         rights: `Access` as an integer.
         shareable: whether same-host peers can map it.
+        kind: of memory: "host", "file", "cuda:0".
     """
 
     owner: str
@@ -58,6 +59,7 @@ class RegionKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     nbytes: int
     rights: int
     shareable: bool
+    kind: str = "host"
 
     def __post_init__(self) -> None:
         check_type("owner", self.owner, str)
@@ -66,6 +68,7 @@ class RegionKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         check_integer("rights", self.rights, 1, 3)
         if len(self.token) != TOKEN_BYTES:
             raise ValueError(f"a token has {TOKEN_BYTES} bytes, got {len(self.token)}")
+        check_type("kind", self.kind, str)
 
     @property
     def access(self) -> Access:
@@ -101,7 +104,10 @@ class Region:
         tensor: [nbytes] uint8 view of the memory.
         nbytes: its size.
         shareable: whether same-host peers can map it (it lies in a `Memory`).
+        kind: "host"; of a `StorageRegion`, "file" or "cuda:0".
     """
+
+    kind: str = "host"
 
     def __init__(self, memory: Memory | torch.Tensor) -> None:
         if isinstance(memory, Memory) and memory.fd < 0:
@@ -153,6 +159,16 @@ class Offer:
         return self.region.array[self.offset : self.offset + self.nbytes]
 
 
+class OfferServer(Protocol):
+    """Who lets peers access what is offered. After `withdraw_offer` has returned, it does not."""
+
+    def add_offer(self, token: bytes, to: str, address: int, nbytes: int, rights: int, /) -> None:
+        """Serve an offer."""
+
+    def withdraw_offer(self, token: bytes, /) -> None:
+        """Serve it no more."""
+
+
 class OfferTable:
     """Everything this process has offered. Thread-safe.
 
@@ -163,6 +179,7 @@ class OfferTable:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._offers: dict[bytes, Offer] = {}
+        self._server: OfferServer | None = None
         self.landing = threading.RLock()
 
     def add(self, offer: Offer) -> RegionKey:
@@ -170,13 +187,35 @@ class OfferTable:
         token = secrets.token_bytes(TOKEN_BYTES)
         with self.landing:
             self._offers[token] = offer
+            if self._server is not None:
+                self._serve(self._server, token, offer)
         return RegionKey(
             owner=self._owner,
             token=token,
             nbytes=offer.nbytes,
             rights=offer.access.value,
             shareable=offer.region.shareable,
+            kind=offer.region.kind,
         )
+
+    def bind(self, server: OfferServer) -> None:
+        """Let a server serve what is offered, now and from now on."""
+        with self.landing:
+            self._server = server
+            for token, offer in self._offers.items():
+                self._serve(server, token, offer)
+
+    def unbind(self) -> None:
+        """Let it not be served any more, because the server closes."""
+        with self.landing:
+            self._server = None
+
+    @staticmethod
+    def _serve(server: OfferServer, token: bytes, offer: Offer) -> None:
+        if offer.region.kind != "host":
+            return  # it has no address; see `staging`
+        address = offer.region.start + offer.offset
+        server.add_offer(token, offer.to, address, offer.nbytes, offer.access.value)
 
     def find(self, token: bytes, *, to: str) -> Offer | None:
         """Return the offer if it is live and was made to the peer that asks."""
@@ -189,6 +228,8 @@ class OfferTable:
             offer = self._offers.pop(token, None)
             if offer is not None:
                 offer.live = False
+                if self._server is not None:
+                    self._server.withdraw_offer(token)
             return offer
 
     def withdraw_region(self, region: Region) -> list[tuple[bytes, Offer]]:

@@ -18,7 +18,6 @@ import fcntl
 import logging
 import os
 import stat
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -37,17 +36,16 @@ from transfer.backends.direct_io import (
     direct_alignment,
     storage_error,
 )
-from transfer.backends.file_queue import Done, FileQueue
 from transfer.backends.file_work import FileAccess, ReadWork, SyncWork, WriteWork
-from transfer.errors import StorageBusy, StorageFailed, TransferError, TransferTimeout
+from transfer.batch_queue import BatchQueue
+from transfer.errors import StorageBusy, StorageFailed
 from transfer.pieces import Ints, IntsLike, Pieces, make_pieces, out_of_bounds
 from transfer.region import Bytes, as_bytes
+from transfer.storage import Done, Waiter
 
 logger = logging.getLogger(__name__)
 
 OWNER_ONLY: Final = 0o600
-# Whoever waits for an operation gives its threads this long to notice the deadline themselves.
-GRACE_S: Final = 1.0
 
 _open_slabs: weakref.WeakSet[FileSlab] = weakref.WeakSet()
 
@@ -83,7 +81,7 @@ class FileSlab:
         self._config = config or FileConfig()
         self._file_bytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         self._access: FileAccess | None = None
-        self._queue: FileQueue | None = None
+        self._queue: BatchQueue | None = None
 
     def open(self) -> Self:
         """Open or make the file, lock it, start the threads.
@@ -116,11 +114,13 @@ class FileSlab:
             locks=BlockLocks(),
             buffers=tuple(AlignedBuffer(config.io_bytes) for _ in range(config.threads)),
         )
-        self._queue = FileQueue(
+        self._queue = BatchQueue(
             str(self.path),
             threads=config.threads,
             queued_max=config.queued_max,
             turn_bytes=config.io_bytes,
+            backend="file",
+            closed=_not_open,
         )
         self._queue.open()
         _open_slabs.add(self)
@@ -177,7 +177,7 @@ class FileSlab:
         pieces = make_pieces(slab_offsets, target_offsets, lengths)
         self._check_bounds(pieces.source_offsets, pieces.target_offsets, pieces, len(memory))
         deadline = self._deadline(timeout_s)
-        waiter = _Waiter(str(self.path), "read", deadline)
+        waiter = Waiter(str(self.path), "read", deadline)
         self.fetch(memory, pieces, deadline, waiter.end)
         waiter.wait()
 
@@ -195,7 +195,7 @@ class FileSlab:
         pieces = make_pieces(source_offsets, slab_offsets, lengths)
         self._check_bounds(pieces.target_offsets, pieces.source_offsets, pieces, len(memory))
         deadline = self._deadline(timeout_s)
-        waiter = _Waiter(str(self.path), "write", deadline)
+        waiter = Waiter(str(self.path), "write", deadline)
         self.store(memory, pieces, deadline, waiter.end)
         waiter.wait()
 
@@ -208,7 +208,7 @@ class FileSlab:
         """
         queue, access = self._opened("sync")
         deadline = self._deadline(timeout_s)
-        waiter = _Waiter(str(self.path), "sync", deadline)
+        waiter = Waiter(str(self.path), "sync", deadline)
         queue.submit(SyncWork(access), "sync", deadline, waiter.end)
         waiter.wait()
 
@@ -234,10 +234,10 @@ class FileSlab:
         )
         queue.submit(work, "write", deadline, done)
 
-    def _opened(self, operation: str) -> tuple[FileQueue, FileAccess]:
+    def _opened(self, operation: str) -> tuple[BatchQueue, FileAccess]:
         queue, access = self._queue, self._access
         if queue is None or access is None:
-            raise StorageFailed(str(self.path), operation, "the slab is not open")
+            raise _not_open(str(self.path), operation)
         return queue, access
 
     def _deadline(self, timeout_s: float | None) -> float:
@@ -315,27 +315,8 @@ class FileSlab:
             os.close(access.fd)
 
 
-class _Waiter:
-    """Waits for the end of one batch."""
-
-    def __init__(self, path: str, operation: str, deadline: float) -> None:
-        self._path = path
-        self._operation = operation
-        self._deadline = deadline
-        self._started = time.monotonic()
-        self._ended = threading.Event()
-        self._error: TransferError | None = None
-
-    def end(self, error: TransferError | None) -> None:
-        self._error = error
-        self._ended.set()
-
-    def wait(self) -> None:
-        if not self._ended.wait(max(self._deadline - time.monotonic(), 0.0) + GRACE_S):
-            elapsed_s = time.monotonic() - self._started
-            raise TransferTimeout(self._path, self._operation, backend="file", elapsed_s=elapsed_s)
-        if self._error is not None:
-            raise self._error
+def _not_open(path: str, operation: str) -> StorageFailed:
+    return StorageFailed(path, operation, "the slab is not open")
 
 
 def _abandon_all() -> None:

@@ -19,7 +19,7 @@ from transfer.backends import file_work
 from transfer.backends.block_locks import BlockLocks
 from transfer.backends.direct_io import direct_alignment, read_fully, write_fully
 from transfer.backends.file import FileSlab
-from transfer.backends.file_queue import FileQueue
+from transfer.batch_queue import BatchQueue
 from transfer.errors import TransferError
 
 SLAB_BYTES = 1 << 20
@@ -216,8 +216,15 @@ class SlowWork:
         self.moved.append(index)
 
 
-def new_queue(queued_max: int = 2) -> FileQueue:
-    queue = FileQueue("slab", threads=1, queued_max=queued_max, turn_bytes=1)
+def new_queue(queued_max: int = 2) -> BatchQueue:
+    queue = BatchQueue(
+        "slab",
+        backend="file",
+        threads=1,
+        queued_max=queued_max,
+        turn_bytes=1,
+        closed=lambda name, operation: StorageFailed(name, operation, "closed"),
+    )
     queue.open()
     return queue
 

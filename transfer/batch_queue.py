@@ -1,10 +1,11 @@
-"""The queue of a slab: batches of extents that a few threads work through.
+"""A bounded queue of batches that a few threads work through, step by step.
 
-A batch is one call of the user with up to thousands of pieces. Threads take turns at the batches,
-about one large system call at a time, so a small batch does not wait for the end of a large one:
+A batch is one call of the user with up to thousands of pieces, its steps what is done at a time:
+one system call on a file, one full bounce buffer. Threads take turns at the batches, so a small
+one does not wait for the end of a large one:
 
-    queue    [ batch a: 7 of 900 extents taken ] [ batch b: 0 of 1 ] ...
-    thread   takes the next extents of the first batch, puts the batch behind the others
+    queue    [ batch a: 7 of 900 steps taken ] [ batch b: 0 of 1 ] ...
+    thread   takes the next steps of the first batch, puts the batch behind the others
 
 The queue is bounded: whoever submits waits for room until the batch's deadline.
 """
@@ -31,13 +32,13 @@ class Work(Protocol):
     """What a batch is made of."""
 
     def __len__(self) -> int:
-        """Number of extents."""
+        """Number of steps."""
 
     def weigh(self, index: int) -> int:
-        """Bytes of an extent."""
+        """Bytes of a step."""
 
     def perform(self, index: int, lane: int) -> None:
-        """Move one extent, in thread `lane`.
+        """Take one step, in thread `lane`.
 
         Raises:
             TransferError: it failed; the rest of the batch is not begun.
@@ -57,18 +58,31 @@ class Batch:
         self.error: TransferError | None = None
 
 
-class FileQueue:
+class BatchQueue:
     """A few threads and a bounded queue of batches. Thread-safe.
 
     Args:
-        name: of the file, for errors and for the names of the threads.
-        threads: extents that move at once.
+        name: what the errors say failed.
+        backend: names the threads.
+        closed: makes the error of what `close` ends: (name, operation) -> error.
+        threads: threads, each with its own lane.
         queued_max: batches that wait or run.
         turn_bytes: what a thread takes from one batch at a time.
     """
 
-    def __init__(self, name: str, *, threads: int, queued_max: int, turn_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        backend: str,
+        threads: int,
+        queued_max: int,
+        turn_bytes: int,
+        closed: Callable[[str, str], TransferError],
+    ) -> None:
         self._name = name
+        self._backend = backend
+        self._closed_error = closed
         self._queued_max = queued_max
         self._turn_bytes = turn_bytes
         self._lock = threading.Lock()
@@ -78,7 +92,7 @@ class FileQueue:
         self._alive: set[Batch] = set()
         self._closed = True
         self._threads = [
-            threading.Thread(target=self._run, args=(lane,), name=f"file-{lane}", daemon=True)
+            threading.Thread(target=self._run, args=(lane,), name=f"{backend}-{lane}", daemon=True)
             for lane in range(threads)
         ]
 
@@ -99,9 +113,7 @@ class FileQueue:
             self._closed = True
             waiting, self._waiting = list(self._waiting), deque()
             for batch in waiting:
-                batch.error = batch.error or StorageFailed(
-                    self._name, batch.operation, "the slab was closed"
-                )
+                batch.error = batch.error or self._closed_error(self._name, batch.operation)
             idle = [batch for batch in waiting if not batch.running]
             self._work.notify_all()
             self._room.notify_all()
@@ -117,7 +129,7 @@ class FileQueue:
         """Queue a batch. `done(error)` is called once, by one of the threads or by `close`.
 
         Raises:
-            StorageFailed: closed.
+            TransferError: closed.
             TransferTimeout: no room until the deadline; nothing was begun.
         """
         batch = Batch(work, operation, deadline, done)
@@ -127,10 +139,10 @@ class FileQueue:
                 if not self._room.wait(max(deadline - time.monotonic(), 0.0)):
                     elapsed_s = time.monotonic() - started
                     raise TransferTimeout(
-                        self._name, operation, backend="file", elapsed_s=elapsed_s
+                        self._name, operation, backend=self._backend, elapsed_s=elapsed_s
                     )
             if self._closed:
-                raise StorageFailed(self._name, operation, "the slab is not open")
+                raise self._closed_error(self._name, operation)
             self._alive.add(batch)
             self._waiting.append(batch)
             self._work.notify()
@@ -151,12 +163,12 @@ class FileQueue:
                 error = caught
             except Exception as caught:
                 # A bug must not leave the caller waiting for a thread that is gone.
-                logger.exception("a file operation on %s failed unexpectedly", self._name)
+                logger.exception("an operation on %s failed unexpectedly", self._name)
                 error = StorageFailed(self._name, batch.operation, repr(caught))
             self._after_turn(batch, error)
 
     def _take(self) -> tuple[Batch, int, int] | None:
-        """The next extents to move; None at the end. An overdue batch gets none."""
+        """The next steps to take; None at the end. An overdue batch gets none."""
         with self._lock:
             while not self._waiting:
                 if self._closed:
@@ -165,7 +177,7 @@ class FileQueue:
             batch = self._waiting.popleft()
             first = batch.next
             if batch.error is None and time.monotonic() > batch.deadline:
-                batch.error = TransferTimeout(self._name, batch.operation, backend="file")
+                batch.error = TransferTimeout(self._name, batch.operation, backend=self._backend)
             if batch.error is None:
                 taken, total = 0, len(batch.work)
                 while batch.next < total and taken < self._turn_bytes:
@@ -197,4 +209,4 @@ class FileQueue:
             batch.done(batch.error)
         except Exception:
             # The waiter's bug must not end the thread that serves everybody.
-            logger.exception("a callback of a file operation on %s raised", self._name)
+            logger.exception("a callback of an operation on %s raised", self._name)
