@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moe_runtime.bench.measuring import Measurement
     from moe_runtime.bench.session import Setup
 
+PRIORITIES = ("activations", "kv_get", "kv_put", "weights", "migration")
 BACKENDS = ("auto", "shared_memory", "tcp", "verbs", "local")
 DEFAULT_SIZES = "4K,64K,1M,16M"
 BLOCKS_MAX = 1 << 20
@@ -78,9 +79,9 @@ def bench_command() -> None:
 @click.option("--rails", default="", metavar="ADDRESS[,ADDRESS...]",
               help="Local addresses to spread over.")  # fmt: skip
 @click.option("--connections", type=click.IntRange(1, 16), help="Data connections per tcp peer.")
-@click.option("--priority", help="Priority class of the operations.")
+@click.option("--priority", type=click.Choice(PRIORITIES), help="Class of the operations.")
 @click.option("--prepared/--no-prepared", default=False, show_default=True,
-              help="Prepare each write once, only post it while the clock runs.")  # fmt: skip
+              help="Prepare each operation once, only post it while the clock runs.")  # fmt: skip
 @click.option("--private", is_flag=True,
               help="The target's memory is ordinary memory, which no process can map.")  # fmt: skip
 @click.option("--pin", type=Cores(), help="Cores that both sides may use.")
@@ -116,8 +117,6 @@ def _check_together(options: dict[str, Any]) -> None:
     """Refuse what makes no sense together, before anything is imported or started."""
     if options["serve"] and options["connect"]:
         raise click.UsageError("--serve and --connect are the two ends: give one of them")
-    if options["prepared"] and options["op"] != "write":
-        raise click.UsageError("--prepared is for --op write")
     if options["backend"] == "local" and (options["serve"] or options["connect"]):
         raise click.UsageError("backend local has no other end")
     if options["connect"] and not options["connect"].rpartition(":")[2].isdecimal():

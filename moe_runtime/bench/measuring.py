@@ -6,7 +6,6 @@ are in place by then is looked at after every measurement, with bytes that were 
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from moe_runtime.bench.errors import BackendMissing, BytesDiffer, TargetEnded
+from moe_runtime.bench.errors import BytesDiffer, TargetEnded
 from moe_runtime.bench.messages import Clocks, Compare, Compared, Fill, Read
 from moe_runtime.bench.remote import NotifyRemote, Remote, Witness
 from moe_runtime.bench.usage import Usage, other_cores, usage_now
@@ -89,7 +88,7 @@ class Measurer:
         region: of this side, as large as the window.
         witness: a look at the target's memory, if there is one.
         options: further arguments of `write` and `read`: a priority.
-        prepared: whether writes are prepared once and only posted while the clock runs.
+        prepared: whether operations are prepared once and only posted while the clock runs.
         same_host: whether the target's processor time is part of this machine's.
     """
 
@@ -157,15 +156,13 @@ class Measurer:
         source: Any = lane.source if case.blocks > 1 else int(lane.source[0])
         target: Any = lane.target if case.blocks > 1 else int(lane.target[0])
         lengths: Any = np.full(case.blocks, case.size) if case.blocks > 1 else case.size
-        if case.operation == "read":
-            return lambda: engine.read(peer, region, key, target, source, lengths, **options)
+        reads = case.operation == "read"
+        first, second = (target, source) if reads else (source, target)
         if self._prepared:
-            prepare = getattr(engine, "prepare_write", None)
-            if prepare is None:
-                raise BackendMissing(wanted="prepared", problem="this engine cannot prepare writes")
-            post: Post = prepare(peer, region, key, source, target, lengths, **options).post
-            return post
-        return lambda: engine.write(peer, region, key, source, target, lengths, **options)
+            prepare = engine.prepare_read if reads else engine.prepare_write
+            return prepare(peer, region, key, first, second, lengths, **options).post
+        move = engine.read if reads else engine.write
+        return lambda: move(peer, region, key, first, second, lengths, **options)
 
     def _new_bytes(self, case: Case, lanes: list[Placement]) -> None:
         """Put bytes at the source that are nowhere else yet."""
@@ -214,11 +211,6 @@ class Measurer:
         if isinstance(self._remote, NotifyRemote):
             return self._remote.ended(evidence)
         return TargetEnded(target="in this process", problem=evidence)
-
-
-def understands(engine: TransferEngine, name: str) -> bool:
-    """Whether writes and reads of this engine take an argument."""
-    return all(name in inspect.signature(f).parameters for f in (engine.write, engine.read))
 
 
 def _timed(

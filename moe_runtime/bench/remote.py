@@ -14,7 +14,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -191,15 +191,24 @@ class TargetProcess:
 
 @contextlib.contextmanager
 def target_process(
-    config: TransferConfig, secret: bytes, cores: list[int] | None
+    config: TransferConfig,
+    secret: bytes,
+    cores: list[int] | None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[TargetProcess]:
     """Start a target on this host, and end it.
+
+    Args:
+        config: of its engine.
+        secret: of the run.
+        cores: where it may run; None for anywhere.
+        prefix: a command that becomes the target: `ip netns exec NAME`.
 
     Raises:
         TargetEnded, TargetSilent: it did not come up.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "moe_runtime.bench.target"],
+        [*prefix, sys.executable, "-m", "moe_runtime.bench.target"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {PARENT_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1"},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from configs.schema import ClusterConfig, TransferBackend, TransferConfig
 from moe_runtime.bench.errors import BackendMissing
-from moe_runtime.bench.measuring import Measurer, understands
+from moe_runtime.bench.measuring import Measurer
 from moe_runtime.bench.remote import (
     LocalRemote,
     NotifyRemote,
@@ -24,7 +24,7 @@ from moe_runtime.bench.remote import (
 from moe_runtime.bench.usage import pin
 from moe_runtime.bench.workload import Case
 from moe_runtime.cluster_secret import SECRET_BYTES_MIN, SecretInvalid, read_secret
-from transfer import TransferEngine, allocate
+from transfer import Priority, TransferEngine, allocate
 
 if TYPE_CHECKING:
     from transfer import Peer
@@ -42,7 +42,7 @@ class Setup:
         rails: local addresses of the rails; empty for the default.
         connections: data connections per tcp peer; None for the default.
         priority: name of a priority class; None for the default.
-        prepared: whether writes are prepared.
+        prepared: whether operations are prepared.
         private: whether the target's memory is ordinary memory, which nobody can map.
         cores: where both sides may run; None for anywhere.
         connect: address of a target that runs already; None to start one.
@@ -77,8 +77,6 @@ class Setup:
         if self.connections is not None:
             values["tcp_connections"] = self.connections
         if self.rails:
-            if "rails" not in TransferConfig.model_fields:
-                raise BackendMissing(wanted="rails", problem="this build has one rail only")
             values["rails"] = self.rails
         return TransferConfig.model_validate(values)
 
@@ -127,7 +125,7 @@ def measuring(setup: Setup, cases: list[Case]) -> Iterator[Measurer]:
             region,
             key,
             witness=witness,
-            options=_options(setup, engine),
+            options=_options(setup),
             prepared=setup.prepared,
             same_host=same_host,
             check=setup.check,
@@ -169,15 +167,5 @@ def _is_here(address: str) -> bool:
     return address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost")
 
 
-def _options(setup: Setup, engine: TransferEngine) -> dict[str, Any]:
-    if setup.priority is None:
-        return {}
-    if not understands(engine, "priority"):
-        raise BackendMissing(wanted="priority", problem="this engine has no priorities")
-    from transfer import Priority  # type: ignore[attr-defined, unused-ignore]
-
-    try:
-        return {"priority": Priority[setup.priority.upper()]}
-    except KeyError:
-        known = ", ".join(sorted(member.name.lower() for member in Priority))
-        raise BackendMissing(wanted=setup.priority, problem=f"priorities are {known}") from None
+def _options(setup: Setup) -> dict[str, Any]:
+    return {} if setup.priority is None else {"priority": Priority[setup.priority.upper()]}

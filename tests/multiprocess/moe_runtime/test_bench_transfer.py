@@ -91,7 +91,7 @@ def test_the_table_names_every_column() -> None:
         (["--backend", "pigeon"], "'pigeon' is not one of"),
         (["--pin", "9999"], "usable cores are"),
         (["--pin", "one"], "not a list of core numbers"),
-        (["--prepared", "--op", "read"], "--prepared is for --op write"),
+        (["--priority", "high"], "'high' is not one of"),
         (["--serve", "--connect", "127.0.0.1:1"], "give one of them"),
         (["--serve"], "--secret-file"),
         (["--connect", "nowhere"], "not HOST:PORT"),
