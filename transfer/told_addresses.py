@@ -57,13 +57,19 @@ class ToldAddresses:
         if not self._enabled or process is None:
             return Located(token=token, answer=Answer.NEVER)
         offer = self._offers.find(token, to=to)
-        if offer is None or offer.region.shareable or not offer.nbytes:
+        if (
+            offer is None
+            or offer.region.shareable
+            or offer.region.kind != "host"
+            or not offer.nbytes
+        ):
             return Located(token=token, answer=Answer.NOT_THIS)
         with self._changed:
             self._told[token] = _Told(offer=offer, process=process)
         return Located(
             token=token,
             answer=Answer.TOLD,
+            rights=offer.access.value,
             address=offer.region.start + offer.offset,
             nbytes=offer.nbytes,
             probe=self._probe.address,

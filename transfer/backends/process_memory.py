@@ -43,7 +43,7 @@ from transfer.region import TOKEN_BYTES, Region, RegionKey
 
 logger = logging.getLogger(__name__)
 
-_LOCATED: Final = struct.Struct("<16sBQQQ16s")
+_LOCATED: Final = struct.Struct("<16sBBQQQ16s")
 _CREDENTIALS: Final = struct.Struct("3i")
 NONCE_BYTES: Final = 16
 ADDRESS_MAX: Final = 1 << 63
@@ -64,6 +64,7 @@ class Located:
     Attributes:
         token: of the key.
         answer: only with `Answer.TOLD` does the rest mean anything.
+        rights: of the key, as an integer.
         address: where the window starts in the owner's address space.
         nbytes: its size.
         probe: address of the owner's `nonce`.
@@ -71,6 +72,7 @@ class Located:
 
     token: bytes
     answer: Answer
+    rights: int = 0
     address: int = 0
     nbytes: int = 0
     probe: int = 0
@@ -79,7 +81,7 @@ class Located:
     def encode(self) -> bytes:
         """Return the content of a control frame."""
         return _LOCATED.pack(
-            self.token, self.answer, self.address, self.nbytes, self.probe, self.nonce
+            self.token, self.answer, self.rights, self.address, self.nbytes, self.probe, self.nonce
         )
 
 
@@ -91,7 +93,7 @@ def parse_located(content: bytes) -> Located:
     """
     if len(content) != _LOCATED.size:
         raise ProtocolViolation(f"location of {len(content)} bytes")
-    token, answer, address, nbytes, probe, nonce = _LOCATED.unpack(content)
+    token, answer, rights, address, nbytes, probe, nonce = _LOCATED.unpack(content)
     if answer not in Answer._value2member_map_ or max(address, probe) > ADDRESS_MAX:
         raise ProtocolViolation(f"location: answer {answer}, address {address:#x}")
     if nbytes > ADDRESS_MAX - address:
@@ -99,6 +101,7 @@ def parse_located(content: bytes) -> Located:
     return Located(
         token=token,
         answer=Answer(answer),
+        rights=rights,
         address=address,
         nbytes=nbytes,
         probe=probe,
@@ -156,11 +159,12 @@ class PeerProcess:
 class Location:
     """A window in the peer's address space."""
 
-    __slots__ = ("address", "live", "nbytes", "num_copies")
+    __slots__ = ("address", "live", "nbytes", "num_copies", "rights")
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address = address
-        self.nbytes = nbytes
+    def __init__(self, located: Located) -> None:
+        self.address = located.address
+        self.nbytes = located.nbytes
+        self.rights = located.rights
         self.live = True
         self.num_copies = 0
 
@@ -209,7 +213,7 @@ class Locations:
             TransferTimeout: no answer.
         """
         location = self._locations.get(key.token)
-        if location is not None and location.live:
+        if location is not None and location.live and _is_of(location, key):
             return location
         if self.refusal is not None or not self._may_wait():
             return None
@@ -219,7 +223,7 @@ class Locations:
         with self._changed:
             if key.token not in self._locations:
                 return None  # withdrawn meanwhile
-            location = self._locations[key.token] or Location(located.address, located.nbytes)
+            location = self._locations[key.token] or Location(located)
             self._locations[key.token] = location
             return location
 
@@ -336,7 +340,7 @@ class Locations:
             return self._answers[token]
 
     def _may_use(self, located: Located, key: RegionKey) -> bool:
-        if located.nbytes != key.nbytes:
+        if not _is_of(located, key):
             raise AccessRefused(
                 self._peer, f"a window of {located.nbytes} bytes, {key.nbytes} named"
             )
@@ -363,4 +367,9 @@ class Locations:
         return None
 
 
-assert _LOCATED.size == TOKEN_BYTES + 1 + 3 * 8 + NONCE_BYTES
+def _is_of(place: Location | Located, key: RegionKey) -> bool:
+    """Whether what was told for a token is what this key says."""
+    return place.nbytes == key.nbytes and place.rights == key.rights
+
+
+assert _LOCATED.size == TOKEN_BYTES + 2 + 3 * 8 + NONCE_BYTES

@@ -37,13 +37,17 @@ class Window:
     Attributes:
         array: [nbytes] uint8 view of the peer's memory; read-only if the key is.
         start: its address.
+        nbytes: its size.
+        rights: those of the key.
         live: False once the key was withdrawn, or its peer is lost.
     """
 
-    __slots__ = ("array", "live", "memory", "start")
+    __slots__ = ("array", "live", "memory", "nbytes", "rights", "start")
 
-    def __init__(self, memory: MappedMemory, offset: int, nbytes: int) -> None:
+    def __init__(self, memory: MappedMemory, offset: int, nbytes: int, rights: int) -> None:
         self.memory = memory
+        self.nbytes = nbytes
+        self.rights = rights
         self.array: Bytes = memory.array[offset : offset + nbytes]
         self.start = memory.array.ctypes.data + offset
         self.live = True
@@ -66,13 +70,21 @@ class Windows:
             weakref.WeakValueDictionary()
         )
 
+    def find(self, key: RegionKey) -> Window | None:
+        """Return the window of a key that is mapped already."""
+        window = self._windows.get(key.token)
+        # What was mapped for a key says nothing about another with the same token.
+        if window is None or window.nbytes != key.nbytes or window.rights != key.rights:
+            return None
+        return window
+
     def get(self, key: RegionKey, deadline: float) -> Window:
         """Return the window of a key, mapping it at the first use.
 
         Raises:
             AccessRefused, PeerLost, TransferTimeout: the owner's answer, or none.
         """
-        window = self._windows.get(key.token)
+        window = self.find(key)
         if window is not None:
             return window
         descriptor, offset, nbytes = self._fetch(key.token, deadline)
@@ -119,4 +131,4 @@ class Windows:
             except (OSError, ValueError, OverflowError) as error:
                 raise AccessRefused(self._peer, f"mapping failed: {error}") from error
             self._memories[identity] = memory
-        return Window(memory, offset, nbytes)
+        return Window(memory, offset, nbytes, key.rights)

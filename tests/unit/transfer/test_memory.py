@@ -5,13 +5,17 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import re
+import resource
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.engines import open_descriptors
 from transfer import allocate
-from transfer.memory import memory_of
+from transfer.memory import Pages, memory_of, numa_nodes, prefer_node
 from transfer.region import Region
 
 
@@ -82,3 +86,76 @@ def test_what_cannot_be_registered() -> None:
         Region(torch.zeros(4, 4).t())
     with pytest.raises(ValueError, match="host memory"):
         Region(torch.zeros(4, device="meta"))
+
+
+def test_a_thousand_memories_are_told_apart() -> None:
+    memories = [allocate(4096 * (1 + i % 3)) for i in range(1000)]
+    for memory in memories:
+        for offset in (0, memory.nbytes - 1):
+            assert memory_of(memory.start + offset, 1) == (memory, offset)
+        assert memory_of(memory.start, memory.nbytes + 1) is None
+    started = time.perf_counter()
+    for memory in memories:
+        memory_of(memory.start + 5, 10)
+    assert time.perf_counter() - started < 1.0  # a linear search takes a million looks
+    for memory in memories:
+        memory.close()
+        assert memory_of(memory.start, 1) is None
+
+
+def test_memory_says_what_it_is_made_of() -> None:
+    assert allocate(1 << 22, huge_pages=False).pages is Pages.PLAIN
+    memory = allocate(1 << 22)
+    assert memory.pages in Pages
+    assert memory.nbytes == memory.tensor.numel() == 1 << 22
+    assert not memory.tensor.any()
+
+
+def huge_pages_free() -> int:
+    found = re.search(r"HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.skipif(huge_pages_free() < 2, reason="no huge pages were set aside (vm.nr_hugepages)")
+def test_memory_of_the_huge_page_pool() -> None:
+    memory = allocate(3 << 20)
+    assert memory.pages is Pages.POOL
+    assert os.fstat(memory.fd).st_size % (2 << 20) == 0
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.fd, 0)
+    memory.tensor.fill_(7)
+
+
+def test_memory_on_a_node() -> None:
+    assert numa_nodes()[0] == 0 or 0 not in numa_nodes()
+    assert allocate(4096, numa_node=numa_nodes()[0]).numa_node == numa_nodes()[0]
+    with pytest.raises(ValueError, match="NUMA node"):
+        allocate(4096, numa_node=max(numa_nodes()) + 1)
+
+
+def test_the_kernel_takes_a_preference_of_node() -> None:
+    mapped = mmap.mmap(-1, 1 << 16)
+    prefer_node(mapped, numa_nodes()[0])
+    with pytest.raises(OSError, match="mbind"):
+        prefer_node(mapped, 1000)
+
+
+@pytest.mark.skipif(len(numa_nodes()) < 2, reason="this machine has one NUMA node")
+def test_pages_come_from_the_node_that_was_asked_for() -> None:
+    node = numa_nodes()[-1]
+    memory = allocate(1 << 20, numa_node=node)
+    maps = Path("/proc/self/numa_maps").read_text(encoding="ascii")
+    (line,) = [line for line in maps.splitlines() if line.startswith(f"{memory.start:x} ")]
+    assert f"N{node}=256" in line
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_the_first_copy_into_memory_pays_for_no_page() -> None:
+    nbytes = 64 << 20
+    memory, source = allocate(nbytes), torch.ones(nbytes, dtype=torch.uint8)
+    before = faults()
+    memory.tensor.copy_(source)
+    assert faults() - before < nbytes // 4096 // 10
