@@ -5,30 +5,31 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import torch
 
 from configs.schema import TransferBackend, TransferConfig
-from transfer.arrivals import Arrivals
 from transfer.arguments import check_handler, check_name, check_type
+from transfer.arrivals import Arrivals
 from transfer.calling import Caller
 from transfer.errors import EngineClosed, PeerLost, PeerUnknown, TransferTimeout
 from transfer.event_loop import EventLoop
-from transfer.handle import Transfer
-from transfer.immediates import Wanted
 from transfer.links import Links, LostHandler, NotifyHandler
 from transfer.memory import Memory
-from transfer.operations import Mover, deadline_after
 from transfer.movement import Movement
+from transfer.operations import Mover, deadline_after
 from transfer.peer import LinkState, Peer, PeerLink, PeerTable, name_of
-from transfer.pieces import IntsLike, make_pieces
 from transfer.region import Access, OfferTable, Region, RegionKey, make_offer
 from transfer.rendezvous import Rendezvous
+from transfer.staging import Staging
 from transfer.statistics import Tally, TransferStatistics
+from transfer.storage import Storage, make_region
 from transfer.wire import ControlKind, encode_control
+
+# How long a peer that knows addresses of ours is waited for when they are withdrawn.
+RETIRE_S: Final = 1.0
 
 _engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 
@@ -69,7 +70,16 @@ class TransferEngine(Movement, Arrivals):
             install=self._links.install,
         )
         self._links.bind(self._rendezvous)
-        self._mover = Mover(name, self._table, self._offers, self._board, self._tally)
+        self._mover = Mover(
+            name,
+            self._table,
+            self._offers,
+            self._board,
+            self._tally,
+            config.operation_timeout_s,
+        )
+        self._staging = Staging(name, self._table, self._offers, self._board, self._mover)
+        self._mover.staging = self._links.staging = self._staging
         self._caller = Caller(self._loop, self._table, self._links)
         self._state = "new"
 
@@ -91,9 +101,11 @@ class TransferEngine(Movement, Arrivals):
                 tcp=backend is not TransferBackend.SHARED_MEMORY,
             )
             self._board.open()
+            self._links.service.open()
             self._loop.start()
         except OSError:
             self._state = "closed"
+            self._links.service.close()
             self._rendezvous.abandon()
             self._board.abandon()
             raise
@@ -110,10 +122,19 @@ class TransferEngine(Movement, Arrivals):
             raise RuntimeError("close() on the engine's own thread would wait for itself")
         self._state = "closed"
         error = EngineClosed("the transfer engine was closed")
+        # Who knows addresses of ours must not come back to them when the memory is somebody else's.
+        tokens = self._links.told.tokens()
+        for token in tokens:
+            if (offer := self._offers.withdraw(token)) is not None:
+                self._tell_withdrawn(token, offer.to)
+        self._await_retired(tokens)
+        self._links.told.outlive()
         # Called at the loop's end; by its stop, if a failure has ended it before.
         self._loop.call(lambda: self._links.close("the engine was closed", error))
         self._loop.call(self._rendezvous.close)
         self._loop.stop()
+        self._links.service.close()
+        self._staging.close()
         self._board.close()
         self._offers.withdraw_all()
         _engines.discard(self)
@@ -134,22 +155,30 @@ class TransferEngine(Movement, Arrivals):
         """Where peers connect, "host:port". Known once open."""
         return self._rendezvous.facts.address
 
-    def register(self, memory: Memory | torch.Tensor) -> Region:
+    def register(self, memory: Memory | torch.Tensor | Storage) -> Region:
         """Let the engine use memory, which stays the caller's.
 
         Args:
-            memory: a `Memory`, or a contiguous host tensor of any shape and type. Views of a
-                `Memory` are as shareable as the whole.
+            memory: a `Memory`, a contiguous tensor of any shape and type on the host or a CUDA
+                device, or a `Storage` such as an open `FileSlab`. Views of a `Memory` are as
+                shareable as the whole.
 
         Raises:
-            ValueError: not contiguous, or not host memory.
+            ValueError: not contiguous, or on a device that is not supported.
+            DeviceUnavailable: this process cannot use that device.
         """
-        return Region(memory)
+        return make_region(memory)
 
-    def release(self, region: Region) -> None:
-        """Withdraw every key of a region; idempotent. The memory is not touched."""
-        for token, offer in self._offers.withdraw_region(check_type("region", region, Region)):
+    def release(self, region: Region) -> bool:
+        """Withdraw every key of a region; idempotent. The memory is not touched.
+
+        Returns:
+            As `withdraw`, for all of them.
+        """
+        found = self._offers.withdraw_region(check_type("region", region, Region))
+        for token, offer in found:
             self._tell_withdrawn(token, offer.to)
+        return self._await_retired([token for token, _ in found])
 
     def offer(
         self,
@@ -176,14 +205,24 @@ class TransferEngine(Movement, Arrivals):
             raise PeerLost(to, evidence)
         return key
 
-    def withdraw(self, key: RegionKey) -> None:
+    def withdraw(self, key: RegionKey) -> bool:
         """Make a key void; idempotent. After the return nothing lands under it over a socket.
 
-        A same-host peer is told, and forgets its mapping; until then it can still write.
+        A same-host peer is told, and forgets its mapping; until then it can still write. A peer
+        that copies to and from our memory by its address (it lies in no `Memory`) is waited for,
+        but not for longer than a second, and not on the engine's own thread.
+
+        Returns:
+            False if such a peer may still be copying, a stopped one for example. The memory is
+            quarantined then: kept alive until that peer has answered or its process has ended,
+            and not to be reused before. Ask again to find out.
         """
         offer = self._offers.withdraw(check_type("key", key, RegionKey).token)
         if offer is not None:
             self._tell_withdrawn(key.token, offer.to)
+            if offer.region.kind != "host":
+                self._staging.withdrawn(key.token)
+        return self._await_retired([key.token])
 
     def connect(self, address: str, *, timeout_s: float | None = None) -> Peer:
         """Connect to an engine, both sides proving the secret; idempotent.
@@ -264,6 +303,7 @@ class TransferEngine(Movement, Arrivals):
 
     def statistics(self) -> TransferStatistics:
         """Return what was done so far."""
+        self._links.service.collect()
         return self._tally.snapshot(
             rails=self._links.rails(),
             immediates_received=self._board.num_received,
@@ -274,12 +314,17 @@ class TransferEngine(Movement, Arrivals):
     def _on_tick(self, now: float) -> None:
         self._rendezvous.expire(now)
         self._links.expire(now)
+        self._staging.expire(now)
         # Nobody may be waiting for immediates for long: keep the peers' sockets from filling.
         self._board.drain()
 
     def _tell_withdrawn(self, token: bytes, name: str) -> None:
         if (link := self._table.get(name)) is not None:
             self._links.tell_withdrawn(link, token)
+
+    def _await_retired(self, tokens: list[bytes]) -> bool:
+        # The engine's own thread takes the answers.
+        return self._links.told.wait(tokens, 0.0 if self._loop.is_current else RETIRE_S)
 
     def _public(self, link: PeerLink) -> Peer:
         return Peer(link.name, link.facts.address, link.backend, lambda: link.alive)
@@ -292,6 +337,7 @@ class TransferEngine(Movement, Arrivals):
         for link in self._table.links():
             link.abandon()
         self._board.abandon()
+        self._links.service.abandon()
         self._loop.abandon()
 
 

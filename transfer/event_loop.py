@@ -37,6 +37,7 @@ class EventLoop:
     """
 
     def __init__(self, name: str, *, on_tick: Callable[[float], None]) -> None:
+        self.name = name
         self._on_tick = on_tick
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
@@ -79,6 +80,14 @@ class EventLoop:
             raise EngineClosed("the transfer thread failed") from self.failure
         if self._stopping or not self._thread.is_alive():
             raise EngineClosed("the transfer engine is not open")
+
+    def fail(self, error: BaseException) -> None:
+        """End the thread, because a part of the engine has failed. Any thread."""
+
+        def end() -> None:
+            raise error
+
+        self.call(end)
 
     @property
     def backlog(self) -> int:

@@ -9,10 +9,11 @@ import logging
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from configs.schema import TransferConfig
-from transfer.backends.service import ServiceConnection, ServiceContext
+from transfer.backends.process_memory import Locations
+from transfer.backends.service import Service
 from transfer.backends.shared_memory import Windows
 from transfer.errors import (
     HandshakeRefused,
@@ -27,13 +28,17 @@ from transfer.immediates import ImmediateBoard
 from transfer.peer import LinkState, PeerLink, PeerTable
 from transfer.priority import shares_of
 from transfer.rail_opener import RailOpener
-from transfer.region import OfferTable
+from transfer.region import TOKEN_BYTES, OfferTable
 from transfer.rendezvous import Greeted, Outcome, Rendezvous
 from transfer.requests import Requests
 from transfer.signals import SignalChannel
 from transfer.statistics import RailStatistics, Tally
 from transfer.stream import Stream
+from transfer.told_addresses import ToldAddresses
 from transfer.wire import ControlKind, ControlParser, encode_control
+
+if TYPE_CHECKING:
+    from transfer.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +60,13 @@ LostHandler = Callable[[str, str], None]
 
 
 class Links:
-    """Makes, feeds and ends the links of an engine."""
+    """Makes, feeds and ends the links of an engine.
+
+    Attributes:
+        staging: answers peers that ask for storages; set by the engine.
+    """
+
+    staging: Staging
 
     def __init__(
         self,
@@ -71,7 +82,8 @@ class Links:
         self._tally = tally
         self._loop = loop
         self.board = ImmediateBoard(lost=table.lost, on_signal_lost=self._on_signal_lost)
-        self._service = ServiceContext(loop=loop, offers=offers, board=self.board, tally=tally)
+        self.service = Service(loop.name, offers, self.board, tally, on_failure=loop.fail)
+        self.told = ToldAddresses(offers, enabled=config.process_memory)
         self.notify_handlers: list[NotifyHandler] = []
         self.lost_handlers: list[LostHandler] = []
 
@@ -91,7 +103,8 @@ class Links:
             return "no control connection"
         if purpose is Purpose.SIGNAL and link.signal is not None:
             return "a signal connection stands already"
-        if purpose is Purpose.DATA and len(link.serving) >= SERVING_MAX:
+        num_served = len(self.service.connections(link.served_id))
+        if purpose is Purpose.DATA and num_served >= SERVING_MAX:
             return f"more than {SERVING_MAX} data connections"
         return None
 
@@ -113,7 +126,8 @@ class Links:
         elif greeted.purpose is Purpose.SIGNAL:
             self._attach_signal(link, greeted.sock)
         else:
-            self._serve(link, greeted.sock)
+            # Once its last word of the handshake is out: the socket is given away for good.
+            self._loop.call(lambda: self.service.attach(link.served_id, greeted.sock))
 
     def dial(self, address: str, on_outcome: Callable[[Outcome], None]) -> None:
         """Make a control connection, and what belongs to it."""
@@ -161,6 +175,7 @@ class Links:
     def close(self, reason: str, error: TransferError) -> None:
         """Say goodbye to everybody and close all connections."""
         for link in self._table.links():
+            link.locations.close()
             link.control.send(encode_control(ControlKind.GOODBYE, reason.encode()))
             link.become_lost(f"closed here: {reason}")
             self._table.remove(link)
@@ -170,6 +185,7 @@ class Links:
         """Fail operations that are beyond their deadlines. At every tick."""
         for link in self._table.links():
             link.requests.expire(now)
+        self.told.expire()
 
     def tell_withdrawn(self, link: PeerLink, token: bytes) -> None:
         """Tell a peer that a key is void. Any thread; never waits."""
@@ -234,8 +250,17 @@ class Links:
             greeted.facts,
             backend,
             control=control,
+            served_id=self.service.open_peer(name, local=backend == "shared_memory"),
             requests=requests,
             windows=Windows(name, fetch=requests.fetch_place),
+            locations=Locations(
+                name,
+                ask=lambda token: control.send(encode_control(ControlKind.LOCATE, token)),
+                retire=lambda token: control.send(encode_control(ControlKind.RETIRED, token)),
+                find_process=lambda: link.find_process(),
+                may_wait=lambda: not self._loop.is_current,
+                enabled=self._config.process_memory,
+            ),
         )
         self.board.drop(name)
         self._table.add(link)
@@ -263,17 +288,6 @@ class Links:
         self.board.poll.add(link.signal)
         link.become_ready()
 
-    def _serve(self, link: PeerLink, sock: socket.socket) -> None:
-        connection = ServiceConnection(
-            sock,
-            link.name,
-            self._service,
-            writes=link.incoming,
-            on_closed=link.serving.discard,
-        )
-        link.serving.add(connection)
-        connection.stream.open()
-
     def _read_control(self, link: PeerLink, parser: ControlParser) -> None:
         try:
             data = link.control.sock.recv(RECEIVE_BYTES)
@@ -300,11 +314,54 @@ class Links:
             self.deliver(link.name, content)
         elif kind is ControlKind.WITHDRAWN:
             link.windows.drop(content)
+            link.locations.drop(content)
+        elif kind is ControlKind.LOCATE:
+            self._tell_address(link, content)
+        elif kind is ControlKind.LOCATED:
+            self._take_address(link, content)
+        elif kind is ControlKind.RETIRED:
+            self.told.on_retired(content, by=link.name)
+        elif kind is ControlKind.STORAGE_ASK or kind is ControlKind.STORAGE_ANSWER:
+            self._on_storage(link, kind, content)
         else:
             link.farewell = f"closed by the peer: {shown(content.decode(errors='replace'))}"
             self.lose(link, link.farewell)
 
+    def _on_storage(self, link: PeerLink, kind: ControlKind, content: bytes) -> None:
+        if link.control.full:
+            link.control.broken("read no answers")
+            return
+        try:
+            if kind is ControlKind.STORAGE_ASK:
+                self.staging.service.on_ask(link, content)
+            else:
+                self.staging.asking.on_answer(link.name, content)
+        except ProtocolViolation as error:
+            self._tally.count("malformed")
+            link.control.broken(f"carried nonsense: {error.problem}")
+
+    def _tell_address(self, link: PeerLink, token: bytes) -> None:
+        if len(token) != TOKEN_BYTES or link.control.full:
+            link.control.broken("asked for nonsense, or read no answers")
+            return
+        try:
+            process = link.find_process()
+        except OSError:
+            process = None
+        # Before any WITHDRAWN of the same token.
+        with self._offers.landing:
+            located = self.told.tell(token, to=link.name, process=process)
+            link.control.send(encode_control(ControlKind.LOCATED, located.encode()))
+
+    def _take_address(self, link: PeerLink, content: bytes) -> None:
+        try:
+            link.locations.on_located(content)
+        except ProtocolViolation as error:
+            self._tally.count("malformed")
+            link.control.broken(f"carried nonsense: {error.problem}")
+
     def _read_to_the_end(self, link: PeerLink) -> None:
+        self.service.deliver()
         if link.signal is not None:
             self.board.drain_channel(link.signal)
         for _ in range(LAST_READS_MAX):
@@ -320,12 +377,12 @@ class Links:
             self._loop.call(lambda: self.lose(link, evidence))
 
     def _close(self, link: PeerLink, error: TransferError) -> None:
+        self.staging.forget(link.name)
+        link.locations.close()
         link.control.close()
         link.requests.close(error)
         link.windows.clear()
-        for connection in list(link.serving):
-            connection.stream.close()
-        link.serving.clear()
+        self.service.close_peer(link.served_id)
         if link.signal is not None:
             self.board.poll.remove(link.signal)
             link.signal.close()

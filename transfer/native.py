@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from types import ModuleType
 from typing import Final
 
 import numpy as np
@@ -146,20 +147,23 @@ def _between(
     return moved
 
 
-COMPILED: bool
+# The module itself: for its classes, whose Python twins live elsewhere (`backends/`).
+compiled: ModuleType | None
 try:
     if os.environ.get("MOE_RUNTIME_NATIVE") == "0":
         raise ImportError("turned off by MOE_RUNTIME_NATIVE=0")
     from transfer import _native
 except ImportError:
-    COMPILED = False
+    compiled = None
     copy_one = _copy_one
     copy_pieces = _copy_pieces
     process_vm_read = _process_vm_read
     process_vm_write = _process_vm_write
 else:
-    COMPILED = True
+    compiled = _native
     copy_one = _native.copy_one
     copy_pieces = _native.copy_pieces
     process_vm_read = _native.process_vm_read
     process_vm_write = _native.process_vm_write
+
+COMPILED: Final = compiled is not None

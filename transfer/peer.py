@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from transfer.arguments import check_type
-from transfer.backends.service import IncomingWrites, ServiceConnection
+from transfer.backends.process_memory import Locations, PeerProcess
 from transfer.backends.shared_memory import Windows
 from transfer.errors import PeerLost, PeerUnknown
 from transfer.handshake import Facts
@@ -36,8 +37,7 @@ class PeerLink:
         farewell: what the peer said when it closed, "" if it said nothing.
         ending: its last words are being read.
         settled: set when the link is ready, or lost before it was.
-        serving: connections on which the peer makes requests.
-        incoming: which of the peer's writes are in place here.
+        served_id: names this life of the peer at the service of our memory.
     """
 
     def __init__(
@@ -47,18 +47,21 @@ class PeerLink:
         backend: str,
         *,
         control: Stream,
+        served_id: int,
         requests: Requests,
         windows: Windows,
+        locations: Locations,
     ) -> None:
         self.name = name
         self.facts = facts
         self.backend = backend
         self.control = control
+        self.served_id = served_id
         self.requests = requests
         self.windows = windows
+        self.locations = locations
+        self._process: PeerProcess | None = None
         self.signal: SignalChannel | None = None
-        self.serving: set[ServiceConnection] = set()
-        self.incoming = IncomingWrites()
         self.state = LinkState.CONNECTING
         self.evidence: str | None = None
         self.farewell = ""
@@ -70,11 +73,22 @@ class PeerLink:
         """Whether it is ready, and nothing speaks against it."""
         return self.state is LinkState.READY and self.evidence is None
 
+    def find_process(self) -> PeerProcess:
+        """Return the process at the other end of the signal socket.
+
+        Raises:
+            OSError: there is none that this process may see.
+        """
+        if self.signal is None:
+            raise OSError(errno.ENOTCONN, "no signal socket")
+        if self._process is None:
+            self._process = PeerProcess(self.signal.sock)
+        return self._process
+
     def abandon(self) -> None:
         """Close the descriptors only: the way out after a fork."""
         self.evidence = "its connection belongs to the parent process"
-        for stream in [self.control, *(c.stream for c in self.serving)]:
-            stream.sock.close()
+        self.control.sock.close()
         self.requests.abandon()
         if self.signal is not None:
             self.signal.sock.close()

@@ -23,9 +23,11 @@ from transfer.errors import ProtocolViolation
 from transfer.pieces import Ints
 from transfer.region import TOKEN_BYTES
 
-SLICE_BYTES: Final = 1 << 20
+SLICE_BYTES: Final = 4 << 20
 SLICE_PIECES: Final = 1024
 SLICES_MAX: Final = 1 << 24
+# How many transfers the owner remembers from the oldest unfinished one on.
+TRANSFERS_AHEAD_MAX: Final = 1 << 20
 MAGIC: Final = 0x4D54
 
 LENGTH: Final = struct.Struct("<I")
@@ -41,6 +43,11 @@ class ControlKind(IntEnum):
     NOTIFY = 1
     WITHDRAWN = 2
     GOODBYE = 3
+    LOCATE = 4
+    LOCATED = 5
+    RETIRED = 6
+    STORAGE_ASK = 7
+    STORAGE_ANSWER = 8
 
 
 class RequestKind(IntEnum):
@@ -157,7 +164,7 @@ def parse_pieces(data: bytes, nbytes: int) -> tuple[Ints, Ints]:
     """
     table = np.frombuffer(data, dtype="<i8").astype(np.int64).reshape(2, -1)
     offsets, lengths = table
-    # At most 2^10 lengths of at most 2^20 each: the sum cannot overflow.
+    # At most 2^10 lengths of at most 2^22 each: the sum cannot overflow.
     if lengths.size and (int(lengths.min()) <= 0 or int(lengths.max()) > SLICE_BYTES):
         raise ProtocolViolation("pieces: a length is out of range")
     if int(lengths.sum()) != nbytes:

@@ -1,266 +1,204 @@
-"""The serving half of data connections: peers write, read and map what we offered them.
+"""What peers do to our memory over sockets: the server, its thread, and what Python has to do.
 
-Everything here runs on the engine's thread. Each access is checked against the offer it names:
-made to this peer, still live, with the right, inside the window.
+The thread sleeps and moves bytes without the interpreter's lock (where the server is compiled).
+It comes back for immediates to count, for memory to share, and for connections that ended.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, cast
 
+from transfer.backends.served import CLOSED, IMMEDIATE
+from transfer.backends.server import ServerLike, make_server
 from transfer.errors import ProtocolViolation
-from transfer.event_loop import EventLoop
 from transfer.immediates import ImmediateBoard
-from transfer.landing import Landing, gather, scatter, spread
-from transfer.pieces import Ints, out_of_bounds
 from transfer.region import Access, Offer, OfferTable
 from transfer.statistics import Tally
-from transfer.stream import Stream
-from transfer.wire import (
-    PLACE,
-    REQUEST,
-    Reply,
-    Request,
-    RequestKind,
-    Status,
-    parse_pieces,
-    parse_request,
-)
+from transfer.wire import PLACE, Status
 
-# Unread replies of one connection beyond which its requests wait.
-REPLY_BYTES_MAX: Final = 16 << 20
-# Bytes taken from one connection before the others get their turn.
-TURN_BYTES: Final = 2 << 20
-OPEN_WRITES_MAX: Final = 4096
-NEEDED: Final = {RequestKind.WRITE: Access.WRITE, RequestKind.READ: Access.READ}
+logger = logging.getLogger(__name__)
+
+SLEEP_S: Final = 600.0
+JOIN_S: Final = 5.0
+NONE_SHARED: Final = -1
 
 
-@dataclass(slots=True)
-class _OpenWrite:
-    arrived: set[int] = field(default_factory=set)
-    receiving: dict[int, object] = field(default_factory=dict)
+@dataclass(frozen=True, slots=True)
+class _Served:
+    name: str
+    local: bool
 
 
-class IncomingWrites:
-    """Which slices of a peer's writes are in place. Makes sending a slice twice harmless.
+class Service:
+    """Serves all data connections of an engine. Thread-safe.
 
-    A slice that comes again over another connection takes over from the first: of two
-    receivers of one slice only the latest may write.
+    Args:
+        on_failure: called on the service's thread if a bug ends it.
     """
-
-    def __init__(self) -> None:
-        self._open: dict[int, _OpenWrite] = {}
-        self._finished: set[int] = set()
-        self._oldest = 0
-
-    def begin(self, request: Request, receiver: object) -> bool:
-        """Say whether this slice is to be written by `receiver`; False if it is in place.
-
-        Raises:
-            ProtocolViolation: the peer keeps more writes open than any engine does.
-        """
-        self._forget_below(request.oldest)
-        transfer_id = request.transfer_id
-        if transfer_id < self._oldest or transfer_id in self._finished:
-            return False
-        write = self._open.setdefault(transfer_id, _OpenWrite())
-        if len(self._open) + len(self._finished) > OPEN_WRITES_MAX:
-            raise ProtocolViolation(f"more than {OPEN_WRITES_MAX} open writes")
-        if request.slice_idx in write.arrived:
-            return False
-        write.receiving[request.slice_idx] = receiver
-        return True
-
-    def is_receiver(self, request: Request, receiver: object) -> bool:
-        """Whether `receiver` may still write this slice."""
-        write = self._open.get(request.transfer_id)
-        return write is not None and write.receiving.get(request.slice_idx) is receiver
-
-    def finish(self, request: Request, receiver: object) -> bool:
-        """Note that a slice is in place; True exactly once, when it completes its write."""
-        if not self.is_receiver(request, receiver):
-            return False
-        write = self._open[request.transfer_id]
-        del write.receiving[request.slice_idx]
-        write.arrived.add(request.slice_idx)
-        if len(write.arrived) < request.num_slices:
-            return False
-        del self._open[request.transfer_id]
-        self._finished.add(request.transfer_id)
-        return True
-
-    def _forget_below(self, oldest: int) -> None:
-        if oldest > self._oldest:
-            self._oldest = oldest
-            self._open = {k: v for k, v in self._open.items() if k >= oldest}
-            self._finished = {k for k in self._finished if k >= oldest}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceContext:
-    """What all serving connections of an engine share."""
-
-    loop: EventLoop
-    offers: OfferTable
-    board: ImmediateBoard
-    tally: Tally
-
-
-class ServiceConnection:
-    """Serves the requests of one data connection, one after the other."""
 
     def __init__(
         self,
-        sock: socket.socket,
-        peer: str,
-        context: ServiceContext,
-        *,
-        writes: IncomingWrites,
-        on_closed: Callable[[ServiceConnection], None],
+        name: str,
+        offers: OfferTable,
+        board: ImmediateBoard,
+        tally: Tally,
+        on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._peer = peer
-        self._context = context
-        self._writes = writes
-        self._on_closed = on_closed
-        self._may_share = sock.family == socket.AF_UNIX
-        self.stream = Stream(
-            sock,
-            context.loop,
-            on_readable=self._on_readable,
-            on_broken=lambda _: on_closed(self),
-            outbox_bytes_max=REPLY_BYTES_MAX,
+        self._offers = offers
+        self._board = board
+        self._tally = tally
+        self._on_failure = on_failure
+        self._peers: dict[int, _Served] = {}
+        # Events are taken and acted upon under it: who has it knows that nothing is on its way.
+        self._delivering = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, name=f"transfer-{name[:8]}-data", daemon=True
         )
-        self._await_request()
+        self._opened: ServerLike | None = None
+        self._stopping = False
 
-    def _await_request(self) -> None:
-        header = bytearray(REQUEST.size)
-        self._receive(Landing([memoryview(header)]), lambda: self._on_header(header))
+    def open(self) -> None:
+        """Start to serve."""
+        self._opened = make_server()
+        self._offers.bind(self._opened)
+        self._thread.start()
 
-    def _receive(self, landing: Landing, then: Callable[[], None]) -> None:
-        self._landing, self._then = landing, then
+    @property
+    def _server(self) -> ServerLike:
+        assert self._opened is not None, "the service is not open"
+        return self._opened
 
-    def _on_readable(self) -> None:
-        budget = TURN_BYTES
+    def close(self) -> None:
+        """Close all connections, end the thread; idempotent."""
+        if self._stopping or self._opened is None:
+            return
+        self._stopping = True
+        self._server.wake()
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            logger.error("the data thread did not end within %s s", JOIN_S)
+            return
+        self.collect()
+        self._offers.unbind()
+        self._server.close()
+
+    def abandon(self) -> None:
+        """Close the descriptors only: the way out after a fork."""
+        self._stopping = True
+        if self._opened is not None:
+            self._opened.abandon()
+
+    def open_peer(self, name: str, *, local: bool) -> int:
+        """Make the place of one life of a peer; `local` if descriptors can travel to it."""
+        peer_id = self._server.open_peer(name)
+        self._peers[peer_id] = _Served(name, local)
+        return peer_id
+
+    def close_peer(self, peer_id: int) -> None:
+        """Close a peer's connections; nothing of it lands or counts after the return."""
+        self._server.close_peer(peer_id)
+        with self._delivering:
+            self._peers.pop(peer_id, None)
+
+    def connections(self, peer_id: int) -> list[int]:
+        """Return the ids of a peer's connections."""
+        return self._server.connections(peer_id)
+
+    def reset(self, connection_id: int) -> None:
+        """Reset a connection; idempotent."""
+        self._server.detach(connection_id)
+
+    def attach(self, peer_id: int, sock: socket.socket) -> None:
+        """Serve a connection; the socket is the service's."""
         try:
-            while budget > 0 and not self.stream.closed:
-                received = self._landing.receive(self.stream.sock)
-                if not received:
-                    self.stream.broken("closed by the other side")
-                    return
-                budget -= received
-                # A step without any bytes to wait for is taken at once.
-                while not self._landing.remaining and not self.stream.closed:
-                    self._then()
-                if self.stream.full:
-                    self.stream.pause()
-                    return
-        except BlockingIOError:
-            pass
-        except ProtocolViolation as error:
-            self._context.tally.count("malformed")
-            self.stream.broken(str(error))
+            self._server.attach(peer_id, sock.detach())
         except OSError as error:
-            self.stream.broken(f"receive failed: {error}")
+            logger.info("a data connection could not be served: %s", error)
 
-    def _on_header(self, header: bytearray) -> None:
-        request = parse_request(bytes(header))
-        table = bytearray(16 * request.num_pieces)
-        self._receive(Landing([memoryview(table)]), lambda: self._on_pieces(request, table))
+    def deliver(self) -> None:
+        """Act upon everything that has happened so far. Any thread."""
+        with self._delivering:
+            for kind, peer_id, connection_id, detail in self._server.take_events():
+                peer = self._peers.get(peer_id)
+                if kind == CLOSED:
+                    evidence, malformed = cast("tuple[str, bool]", detail)
+                    name = peer.name if peer is not None else "a peer that is gone"
+                    level = logging.WARNING if malformed else logging.DEBUG
+                    logger.log(level, "data connection of %s ended: %s", name, evidence)
+                elif peer is None:
+                    continue
+                elif kind == IMMEDIATE:
+                    self._count(peer.name, cast("int", detail), connection_id)
+                else:
+                    self._share(peer, cast("tuple[int, int, bytes]", detail)[2], connection_id)
 
-    def _on_pieces(self, request: Request, table: bytearray) -> None:
-        offsets, lengths = parse_pieces(bytes(table), request.nbytes)
-        offer = self._context.offers.find(request.token, to=self._peer)
-        status = self._judge(request, offer, offsets, lengths)
-        if status is not Status.OK or offer is None:
-            self._context.tally.add("tcp", refused=1)
-            self._drop_payload(request, status)
-        elif request.kind is RequestKind.WRITE:
-            self._land(request, offer, offsets, lengths)
-        elif request.kind is RequestKind.READ:
-            self._context.tally.add("tcp", bytes_served=request.nbytes)
-            self._reply(request, Status.OK, gather(offer.window, offsets, lengths))
-        else:
-            self._share(request, offer)
+    def collect(self) -> None:
+        """Bring the statistics up to date. Any thread."""
+        if self._opened is None:
+            return
+        served, refused, malformed = self._server.take_counters()
+        if served or refused:
+            self._tally.add("tcp", bytes_served=served, refused=refused)
+        for _ in range(malformed):
+            self._tally.count("malformed")
 
-    def _judge(self, request: Request, offer: Offer | None, offsets: Ints, lengths: Ints) -> Status:
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._server.run(SLEEP_S)
+                self.deliver()
+        except BaseException as error:
+            logger.exception("the data thread failed")
+            self._on_failure(error)
+            raise
+
+    def _count(self, name: str, immediate: int, connection_id: int) -> None:
+        try:
+            self._board.count(name, [immediate])
+        except ProtocolViolation as error:
+            logger.warning("data connection of %s ended: %s", name, error.problem)
+            self._tally.count("malformed")
+            self._server.detach(connection_id)
+
+    def _share(self, peer: _Served, token: bytes, connection_id: int) -> None:
+        offer = self._offers.find(token, to=peer.name)
         if offer is None:
-            return Status.UNKNOWN
-        if request.kind is RequestKind.MAP:
-            return Status.OK if self._may_share and offer.region.shareable else Status.NO_RIGHT
-        if NEEDED[request.kind] not in offer.access:
-            return Status.NO_RIGHT
-        if out_of_bounds(offsets, lengths, offer.nbytes) is not None:
-            return Status.OUT_OF_BOUNDS
-        return Status.OK
+            status, descriptor = Status.UNKNOWN, NONE_SHARED
+        elif not peer.local or not offer.region.shareable:
+            status, descriptor = Status.NO_RIGHT, NONE_SHARED
+        else:
+            descriptor = _open_again(offer)
+            status = Status.UNKNOWN if descriptor == NONE_SHARED else Status.OK
+        place = b""
+        if status is Status.OK and offer is not None:
+            place = PLACE.pack(offer.region.memory_offset + offer.offset, offer.nbytes)
+        else:
+            self._tally.add("tcp", refused=1)
+        try:
+            self._server.answer(connection_id, status.value, place, descriptor)
+        finally:
+            if descriptor != NONE_SHARED:
+                os.close(descriptor)
 
-    def _drop_payload(self, request: Request, status: Status) -> None:
-        nbytes = request.nbytes if request.kind is RequestKind.WRITE else 0
-        self._receive(Landing.nowhere(nbytes), lambda: self._reply(request, status))
 
-    def _land(self, request: Request, offer: Offer, offsets: Ints, lengths: Ints) -> None:
-        if not self._writes.begin(request, self):
-            self._drop_payload(request, Status.OK)
-            return
-        places, packed = scatter(offer.window, offsets, lengths)
-
-        def allowed() -> bool:
-            return offer.live and self._writes.is_receiver(request, self)
-
-        landing = Landing(places, lock=self._context.offers.landing, allowed=allowed)
-
-        def landed() -> None:
-            with self._context.offers.landing:
-                if landing.revoked or not allowed():
-                    self._reply(request, Status.OK if offer.live else Status.UNKNOWN)
-                    return
-                if packed is not None:
-                    spread(offer.window, packed, offsets, lengths)
-            self._finish_write(request)
-
-        self._receive(landing, landed)
-
-    def _finish_write(self, request: Request) -> None:
-        self._context.tally.add("tcp", bytes_served=request.nbytes)
-        if self._writes.finish(request, self) and request.immediate is not None:
-            self._context.board.count(self._peer, [request.immediate])
-        self._reply(request, Status.OK)
-
-    def _share(self, request: Request, offer: Offer) -> None:
-        memory = offer.region.memory
-        assert memory is not None
-        writable = Access.WRITE in offer.access
-        # A file of its own, opened for reading only, if reading is all that was offered.
-        flags = os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY)
-        fd = memory.fd
-        descriptor = os.open(f"/proc/self/fd/{fd}", flags) if fd >= 0 else -1
-        if memory.fd != fd and descriptor >= 0:
-            # Closed while we opened it: its number may be another file's by now.
-            os.close(descriptor)
-            descriptor = -1
-        if descriptor < 0:
-            self._reply(request, Status.UNKNOWN)
-            return
-        place = PLACE.pack(offer.region.memory_offset + offer.offset, offer.nbytes)
-        self._reply(request, Status.OK, [memoryview(place)], descriptor=descriptor)
-
-    def _reply(
-        self,
-        request: Request,
-        status: Status,
-        payload: list[memoryview] | None = None,
-        *,
-        descriptor: int = -1,
-    ) -> None:
-        payload = payload or []
-        reply = Reply(
-            status=status,
-            transfer_id=request.transfer_id,
-            slice_idx=request.slice_idx,
-            nbytes=sum(part.nbytes for part in payload),
-        )
-        self.stream.send([reply.encode(), *payload], descriptor=descriptor)
-        self._await_request()
+def _open_again(offer: Offer) -> int:
+    """Open the offered memory's file anew, for reading only if reading is all that was offered."""
+    memory = offer.region.memory
+    assert memory is not None
+    fd = memory.fd
+    if fd < 0:
+        return NONE_SHARED
+    mode = os.O_RDWR if Access.WRITE in offer.access else os.O_RDONLY
+    descriptor = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
+    if memory.fd != fd:
+        # Closed while we opened it: its number may be another file's by now.
+        os.close(descriptor)
+        return NONE_SHARED
+    return descriptor
