@@ -107,6 +107,11 @@ class TransferConfig(Frozen):
         " none: `host` alone.",
     )
     shares: TransferShares = TransferShares()
+    process_memory: bool = Field(
+        True,
+        description="Reach memory of same-host peers that cannot be mapped by process_vm_readv"
+        " and process_vm_writev, and tell them the addresses of ours.",
+    )
 
 
 class DirectIO(StrEnum):
