@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moe_runtime.bench.session import Setup
 
 PRIORITIES = ("activations", "kv_get", "kv_put", "weights", "migration")
-BACKENDS = ("auto", "shared_memory", "tcp", "verbs", "local")
+BACKENDS = ("auto", "shared_memory", "tcp", "verbs", "local", "file")
 DEFAULT_SIZES = "4K,64K,1M,16M"
 BLOCKS_MAX = 1 << 20
 BATCH_MAX = 4096
@@ -90,6 +90,8 @@ def bench_command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="JSON lines instead of the table.")
 @click.option("--serve", is_flag=True, help="Be the target: print an address, answer for ever.")
 @click.option("--connect", metavar="HOST:PORT", help="Measure against a `--serve` elsewhere.")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False, exists=True),
+              help="Where backend file makes its slab.")  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--secret-file", type=click.Path(path_type=Path, dir_okay=False),
               help="Shared by both sides; or MOE_RUNTIME_SECRET in the environment.")  # fmt: skip
@@ -117,8 +119,13 @@ def _check_together(options: dict[str, Any]) -> None:
     """Refuse what makes no sense together, before anything is imported or started."""
     if options["serve"] and options["connect"]:
         raise click.UsageError("--serve and --connect are the two ends: give one of them")
-    if options["backend"] == "local" and (options["serve"] or options["connect"]):
-        raise click.UsageError("backend local has no other end")
+    alone = options["backend"] in ("local", "file")
+    if alone and (options["serve"] or options["connect"]):
+        raise click.UsageError(f"backend {options['backend']} has no other end")
+    if (options["backend"] == "file") != (options["folder"] is not None):
+        raise click.UsageError("--backend file and --folder belong together")
+    if options["backend"] == "file" and (options["prepared"] or options["priority"]):
+        raise click.UsageError("backend file knows neither --prepared nor --priority")
     if options["connect"] and not options["connect"].rpartition(":")[2].isdecimal():
         raise click.UsageError(f"--connect {options['connect']!r} is not HOST:PORT")
 
@@ -138,6 +145,7 @@ def _setup(options: dict[str, Any], secret: bytes | None) -> Setup:
         private=options["private"],
         cores=options["pin"],
         connect=options["connect"],
+        folder=options["folder"],
         secret=secret,
         check=options["check"],
     )

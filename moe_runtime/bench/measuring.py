@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -26,14 +26,24 @@ from moe_runtime.bench.workload import (
     placements,
     shown_size,
 )
-from transfer import PeerLost, PeerUnknown, Region, RegionKey, Transfer, TransferEngine
+from transfer import PeerLost, PeerUnknown, Region, RegionKey
 
 WARM_OPERATIONS: Final = 3
 #: looks at the target's memory, each right after an operation
 LOOKS: Final = 3
 OPERATIONS_MAX: Final = 4_000_000
 
-Post = Callable[[], Transfer]
+
+class Handle(Protocol):
+    """What posting an operation returns: a `Transfer`, or what is like it."""
+
+    backend: str
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+
+
+Post = Callable[[], Handle]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +95,7 @@ class Measurer:
     """Measures cases between an engine and a target's window. Not thread-safe.
 
     Args:
+        engine: has the writes and reads of a `TransferEngine`.
         region: of this side, as large as the window.
         witness: a look at the target's memory, if there is one.
         options: further arguments of `write` and `read`: a priority.
@@ -94,10 +105,10 @@ class Measurer:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        engine: Any,
         remote: Remote,
         region: Region,
-        key: RegionKey,
+        key: RegionKey | None,
         *,
         witness: Witness | None,
         options: dict[str, Any],
@@ -160,7 +171,8 @@ class Measurer:
         first, second = (target, source) if reads else (source, target)
         if self._prepared:
             prepare = engine.prepare_read if reads else engine.prepare_write
-            return prepare(peer, region, key, first, second, lengths, **options).post
+            post: Post = prepare(peer, region, key, first, second, lengths, **options).post
+            return post
         move = engine.read if reads else engine.write
         return lambda: move(peer, region, key, first, second, lengths, **options)
 
@@ -215,7 +227,7 @@ class Measurer:
 
 def _timed(
     posts: list[Post], seconds: float, on_progress: Callable[[float], None]
-) -> tuple[list[float], Transfer]:
+) -> tuple[list[float], Handle]:
     """Keep every lane busy until the time is over; return each operation's seconds."""
     latencies: list[float] = []
     clock = time.perf_counter
@@ -236,7 +248,7 @@ def _timed(
                 next_report = min(now + 0.1, end)
             elif now >= end:
                 return latencies, handle
-    flying: deque[tuple[float, Transfer, Post]] = deque()
+    flying: deque[tuple[float, Handle, Post]] = deque()
     for post in posts:
         flying.append((clock(), post(), post))
     while flying:

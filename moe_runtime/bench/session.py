@@ -24,7 +24,7 @@ from moe_runtime.bench.remote import (
 from moe_runtime.bench.usage import pin
 from moe_runtime.bench.workload import Case
 from moe_runtime.cluster_secret import SECRET_BYTES_MIN, SecretInvalid, read_secret
-from transfer import Priority, TransferEngine, allocate
+from transfer import Priority, Region, TransferEngine, allocate
 
 if TYPE_CHECKING:
     from transfer import Peer
@@ -37,7 +37,8 @@ class Setup:
     """How both ends are set up.
 
     Attributes:
-        backend: "auto", "shared_memory", "tcp", "verbs", "local".
+        backend: "auto", "shared_memory", "tcp", "verbs", "local", "file".
+        folder: where the slab of backend "file" is made.
         host: address to listen on.
         rails: local addresses of the rails; empty for the default.
         connections: data connections per tcp peer; None for the default.
@@ -59,6 +60,7 @@ class Setup:
     private: bool = False
     cores: tuple[int, ...] | None = None
     connect: str | None = None
+    folder: Path | None = None
     secret: bytes | None = None
     check: bool = True
 
@@ -70,7 +72,7 @@ class Setup:
             ValueError: a value that the configuration refuses.
         """
         values: dict[str, Any] = {"host": self.host}
-        if self.backend != "local":
+        if self.backend not in ("local", "file"):
             if self.backend not in set(TransferBackend):
                 raise BackendMissing(wanted=self.backend, problem="this build has none")
             values["backend"] = self.backend
@@ -111,6 +113,10 @@ def measuring(setup: Setup, cases: list[Case]) -> Iterator[Measurer]:
     nbytes = max(case.window_bytes for case in cases)
     if setup.cores is not None:
         pin(setup.cores)
+    if setup.folder is not None:
+        with _measuring_slab(setup, setup.folder, nbytes) as measurer:
+            yield measurer
+        return
     secret = setup.secret or fresh_secret()
     engine = TransferEngine(config, name=secrets.token_hex(8), secret=secret)
     with contextlib.ExitStack() as stack:
@@ -130,6 +136,28 @@ def measuring(setup: Setup, cases: list[Case]) -> Iterator[Measurer]:
             same_host=same_host,
             check=setup.check,
         )
+
+
+@contextlib.contextmanager
+def _measuring_slab(setup: Setup, folder: Path, nbytes: int) -> Iterator[Measurer]:
+    from moe_runtime.bench.slab import SlabMover, SlabRemote, new_slab
+
+    slab = new_slab(folder, nbytes)
+    try:
+        with slab, contextlib.closing(allocate(nbytes)) as memory:
+            yield Measurer(
+                SlabMover(slab),
+                SlabRemote(slab),
+                Region(memory),
+                None,
+                witness=None,
+                options={},
+                prepared=False,
+                same_host=True,
+                check=setup.check,
+            )
+    finally:
+        slab.path.unlink(missing_ok=True)
 
 
 def _remote(

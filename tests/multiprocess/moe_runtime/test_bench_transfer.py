@@ -60,6 +60,14 @@ def test_json_rows(backend: str) -> None:
     assert [row["checked"] for row in found] == ["seen", "own"] * 2
 
 
+def test_a_slab(tmp_path: Path) -> None:
+    result = bench("--backend", "file", "--folder", str(tmp_path), "--sizes", "5000,64K",
+                   "--blocks", "10", "--batch", "3", "--seconds", "0.1", "--json")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert {row["backend"] for row in rows(result.stdout)} == {"file"}
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_scattered_pieces_in_flight_into_private_memory() -> None:
     result = bench("--backend", "auto", "--sizes", "5000", "--blocks", "100", "--batch", "3",
                    "--seconds", "0.1", "--json", "--private", "--pin", "0",
@@ -95,6 +103,8 @@ def test_the_table_names_every_column() -> None:
         (["--serve", "--connect", "127.0.0.1:1"], "give one of them"),
         (["--serve"], "--secret-file"),
         (["--connect", "nowhere"], "not HOST:PORT"),
+        (["--backend", "file"], "--folder belong together"),
+        (["--folder", "nowhere"], "does not exist"),
         (["--backend", "local", "--connect", "127.0.0.1:1"], "no other end"),
     ],
 )
