@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing of everything that strangers and peers can send."""
