@@ -125,18 +125,28 @@ class BatchQueue:
                 thread.join(max(limit - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def submit(self, work: Work, operation: str, deadline: float, done: Done) -> None:
+    def submit(
+        self, work: Work, operation: str, deadline: float, done: Done, *, wait: bool = True
+    ) -> None:
         """Queue a batch. `done(error)` is called once, by one of the threads or by `close`.
+
+        Args:
+            work: what is to be done; nothing at all is allowed.
+            operation: for errors.
+            deadline: after it nothing new is begun.
+            done: gets None, or the first error.
+            wait: whether to wait for room, until the deadline.
 
         Raises:
             TransferError: closed.
-            TransferTimeout: no room until the deadline; nothing was begun.
+            TransferTimeout: no room; nothing was begun.
         """
         batch = Batch(work, operation, deadline, done)
         started = time.monotonic()
         with self._lock:
             while not self._closed and len(self._alive) >= self._queued_max:
-                if not self._room.wait(max(deadline - time.monotonic(), 0.0)):
+                remaining = deadline - time.monotonic() if wait else 0.0
+                if remaining <= 0 or not self._room.wait(remaining):
                     elapsed_s = time.monotonic() - started
                     raise TransferTimeout(
                         self._name, operation, backend=self._backend, elapsed_s=elapsed_s
