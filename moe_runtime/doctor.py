@@ -186,9 +186,31 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-@click.command("doctor")
-def doctor_command() -> None:
-    """Say what works on this machine; exit 1 if the cluster can't run here."""
+class DoctorGroup(click.Group):
+    """Alone it examines the machine; `topology` is imported only to run, for torch comes along."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Name the one subcommand."""
+        return ["topology"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the subcommand, or None if there is none of that name."""
+        if cmd_name != "topology":
+            return None
+        from moe_runtime.doctor_topology import topology_command
+
+        return topology_command
+
+
+@click.group("doctor", cls=DoctorGroup, invoke_without_command=True)
+@click.pass_context
+def doctor_command(context: click.Context) -> None:
+    """Say what works on this machine; exit 1 if the cluster can't run here.
+
+    `doctor topology` shows its NICs, GPUs and rails.
+    """
+    if context.invoked_subcommand is not None:
+        return
     failed = 0
     for finding in examine():
         failed += finding.verdict is Verdict.FAIL
