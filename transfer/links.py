@@ -318,27 +318,14 @@ class Links:
         elif kind is ControlKind.LOCATE:
             self._tell_address(link, content)
         elif kind is ControlKind.LOCATED:
-            self._take_address(link, content)
+            self._take(link, lambda: link.locations.on_located(content))
         elif kind is ControlKind.RETIRED:
             self.told.on_retired(content, by=link.name)
         elif kind is ControlKind.STORAGE_ASK or kind is ControlKind.STORAGE_ANSWER:
-            self._on_storage(link, kind, content)
+            self._take(link, lambda: self.staging.on_frame(link, kind, content))
         else:
             link.farewell = f"closed by the peer: {shown(content.decode(errors='replace'))}"
             self.lose(link, link.farewell)
-
-    def _on_storage(self, link: PeerLink, kind: ControlKind, content: bytes) -> None:
-        if link.control.full:
-            link.control.broken("read no answers")
-            return
-        try:
-            if kind is ControlKind.STORAGE_ASK:
-                self.staging.service.on_ask(link, content)
-            else:
-                self.staging.asking.on_answer(link.name, content)
-        except ProtocolViolation as error:
-            self._tally.count("malformed")
-            link.control.broken(f"carried nonsense: {error.problem}")
 
     def _tell_address(self, link: PeerLink, token: bytes) -> None:
         if len(token) != TOKEN_BYTES or link.control.full:
@@ -353,9 +340,9 @@ class Links:
             located = self.told.tell(token, to=link.name, process=process)
             link.control.send(encode_control(ControlKind.LOCATED, located.encode()))
 
-    def _take_address(self, link: PeerLink, content: bytes) -> None:
+    def _take(self, link: PeerLink, parse: Callable[[], None]) -> None:
         try:
-            link.locations.on_located(content)
+            parse()
         except ProtocolViolation as error:
             self._tally.count("malformed")
             link.control.broken(f"carried nonsense: {error.problem}")
