@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from rich.console import Console
 
 from benchmarks.harness import Recorder
 from benchmarks.peer_environment import (
+    CompilerMissing,
     PeerEnvironment,
-    PeersUnavailable,
     default_folder,
     peer_environment,
     raw_library,
@@ -139,6 +140,18 @@ class Run:
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
 
+    def rounds(self, most: int, cases: list[Case], seconds: float, end: float) -> None:
+        """As many rounds as asked for, or as fit before `time.monotonic` is `end`; at least one."""
+        longest = 0.0
+        for number in range(1, most + 1):
+            begin = time.monotonic()
+            if begin + longest > end:
+                sys.stderr.write(f"no time for more than {number - 1} of {most} rounds\n")
+                return
+            sys.stderr.write(f"round {number} of {most}\n")
+            self.round(number, cases, seconds)
+            longest = max(longest, time.monotonic() - begin)
+
     def round(self, number: int, cases: list[Case], seconds: float) -> None:
         """Each contestant once per case; the order turns around from round to round."""
         for case in cases:
@@ -235,16 +248,19 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=PARTS, help="A part; may be repeated.")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.3, help="Of one measurement.")
+    parser.add_argument("--minutes", type=float, default=11.0,
+                        help="No round is begun that would not end within this time.")  # fmt: skip
     parser.add_argument("--no-record", action="store_true", help="Leave the results file alone.")
     options = parser.parse_args()
+    begin = time.monotonic()
     parts = set(options.only or PARTS)
     cases = cases_of(parts)
     needed = cases or cases_of({"tcp", "shared_memory"})
     with tempfile.TemporaryDirectory() as folder:
+        environment = peer_environment(options.peers)
         try:
-            environment = peer_environment(options.peers)
             library = raw_library(Path(folder))
-        except PeersUnavailable as error:
+        except CompilerMissing as error:
             parser.exit(1, f"{error}\n")
         for name, why in environment.missing.items():
             sys.stderr.write(f"{name} is left out: {why}\n")
@@ -252,9 +268,8 @@ def main() -> None:
             run = Run(sides)
             if "idle" in parts:
                 run.look_at_idle(2.0)
-            for number in range(1, options.rounds + 1 if cases else 1):
-                sys.stderr.write(f"round {number} of {options.rounds}\n")
-                run.round(number, cases, options.seconds)
+            if cases:
+                run.rounds(options.rounds, cases, options.seconds, begin + options.minutes * 60)
     show(run, cases)
     if not options.no_record:
         record(run, cases).write()

@@ -20,8 +20,12 @@ INSTALL_S_MAX = 1800
 COMPILE_S_MAX = 60
 
 
-class PeersUnavailable(RuntimeError):
-    """The peers could not be installed, or a compiler is missing."""
+class CompilerMissing(RuntimeError):
+    """There is no C compiler, or it failed."""
+
+
+class InstallFailed(RuntimeError):
+    """pip failed; its last lines are the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +48,7 @@ def default_folder() -> Path:
 
 
 def peer_environment(folder: Path) -> PeerEnvironment:
-    """Make it at the first use; later uses only look.
-
-    Raises:
-        PeersUnavailable: pip failed; its last lines are in the message.
-    """
+    """Make it at the first use; later uses only look. What cannot be installed is `missing`."""
     python = folder / "bin" / "python"
     if not python.exists():
         sys.stderr.write(f"installing the peers into {folder}, some minutes ...\n")
@@ -56,9 +56,12 @@ def peer_environment(folder: Path) -> PeerEnvironment:
     probes = {"mooncake": "import mooncake.engine", "nixl": "from nixl._api import nixl_agent"}
     missing = {name: _probe(python, line) for name, line in probes.items()}
     if any("ModuleNotFoundError" in why for why in missing.values()):
-        _pip(python, TORCH, "numpy")
-        _pip(python, MOONCAKE)
-        _pip(python, "--no-deps", *NIXL)
+        try:
+            _pip(python, TORCH, "numpy")
+            _pip(python, MOONCAKE)
+            _pip(python, "--no-deps", *NIXL)
+        except InstallFailed as error:
+            sys.stderr.write(f"{error}\n")
         missing = {name: _probe(python, line) for name, line in probes.items()}
     return PeerEnvironment(python=python, missing={k: v for k, v in missing.items() if v})
 
@@ -67,11 +70,11 @@ def raw_library(folder: Path) -> Path:
     """Compile the plain sockets.
 
     Raises:
-        PeersUnavailable: no compiler, or it failed.
+        CompilerMissing: no compiler, or it failed.
     """
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        raise PeersUnavailable("raw sockets need a C compiler (gcc)")
+        raise CompilerMissing("raw sockets need a C compiler (gcc)")
     source = Path(__file__).parent / "peers" / "raw_sockets.c"
     library = folder / "raw_sockets.so"
     command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-lpthread"]
@@ -79,7 +82,7 @@ def raw_library(folder: Path) -> Path:
         command, capture_output=True, text=True, timeout=COMPILE_S_MAX, check=False
     )
     if done.returncode:
-        raise PeersUnavailable(f"raw_sockets.c: {done.stderr.strip()[-400:]}")
+        raise CompilerMissing(f"raw_sockets.c: {done.stderr.strip()[-400:]}")
     return library
 
 
@@ -92,7 +95,7 @@ def _pip(python: Path, *what: str) -> None:
         check=False,
     )
     if done.returncode:
-        raise PeersUnavailable(f"pip install {' '.join(what)}: {done.stderr.strip()[-600:]}")
+        raise InstallFailed(f"pip install {' '.join(what)}: {done.stderr.strip()[-600:]}")
 
 
 def _probe(python: Path, line: str) -> str:
