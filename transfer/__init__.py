@@ -29,9 +29,17 @@ from transfer.errors import (
 )
 from transfer.handle import Transfer
 from transfer.memory import Memory, allocate
+from transfer.pages import Pages
 from transfer.peer import Peer
+from transfer.prepared import Prepared
+from transfer.priority import Priority
 from transfer.region import Access, Region, RegionKey
-from transfer.statistics import BackendStatistics, TransferStatistics
+from transfer.statistics import (
+    BackendStatistics,
+    PriorityStatistics,
+    RailStatistics,
+    TransferStatistics,
+)
 
 __all__ = [
     "Access",
@@ -44,11 +52,16 @@ __all__ = [
     "ImmediateTimeout",
     "Interrupted",
     "Memory",
+    "Pages",
     "Peer",
     "PeerLost",
     "PeerUnknown",
     "PeerUnreachable",
+    "Prepared",
+    "Priority",
+    "PriorityStatistics",
     "ProtocolViolation",
+    "RailStatistics",
     "Region",
     "RegionKey",
     "RegionUnknown",

@@ -91,6 +91,7 @@ class PeerLost(TransferError):
         attempts: how often the operation was tried.
         bytes_moved: how many of its bytes are known to be in place.
         elapsed_s: how long the operation had been running.
+        rail: the rail that was used last, "" where there is none.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class PeerLost(TransferError):
         attempts: int = 0,
         bytes_moved: int = 0,
         elapsed_s: float = 0.0,
+        rail: str = "",
     ) -> None:
         super().__init__(f"peer {peer} lost: {evidence}")
         self.peer = peer
@@ -110,6 +112,7 @@ class PeerLost(TransferError):
         self.attempts = attempts
         self.bytes_moved = bytes_moved
         self.elapsed_s = elapsed_s
+        self.rail = rail
 
 
 class AccessRefused(TransferError):
@@ -147,10 +150,12 @@ class TransferTimeout(TransferError, TimeoutError):
         attempts: int = 1,
         bytes_moved: int = 0,
         elapsed_s: float = 0.0,
+        rail: str = "",
     ) -> None:
         super().__init__(
             f"{operation} with {peer} not finished after {elapsed_s:.3f} s"
-            f" ({bytes_moved} bytes moved, attempt {attempts}, {backend or 'no'} backend)"
+            f" ({bytes_moved} bytes moved, attempt {attempts},"
+            f" {rail or backend or 'no backend'})"
         )
         self.peer = peer
         self.operation = operation
@@ -158,6 +163,7 @@ class TransferTimeout(TransferError, TimeoutError):
         self.attempts = attempts
         self.bytes_moved = bytes_moved
         self.elapsed_s = elapsed_s
+        self.rail = rail
 
 
 class ImmediateTimeout(TransferError, TimeoutError):

@@ -22,6 +22,9 @@ class Progress(Protocol):
     def progress(self, timeout_s: float) -> bool:
         """Move bytes until something ended; False at once if that is another thread's now."""
 
+    def leave(self) -> None:
+        """Let the engine's thread do so again, if the caller has done it."""
+
 
 class Transfer:
     """One write or read that was handed to the engine. Thread-safe, awaitable.
@@ -33,9 +36,28 @@ class Transfer:
         nbytes: bytes to move.
         bytes_moved: bytes known to be in place.
         attempts: how often the most unlucky slice was sent.
-        rail: index of the rail that was used last, -1 for none.
+        rail: the `RailName` that was used last, None where none is.
         link: what a thread that waits may drive, if one link alone carries it.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_error",
+        "_event",
+        "_finished",
+        "_lock",
+        "attempts",
+        "backend",
+        "bytes_moved",
+        "deadline",
+        "link",
+        "nbytes",
+        "operation",
+        "peer",
+        "rail",
+        "started",
+    )
 
     def __init__(
         self, *, peer: str, operation: str, backend: str, nbytes: int, deadline: float
@@ -46,7 +68,7 @@ class Transfer:
         self.nbytes = nbytes
         self.bytes_moved = 0
         self.attempts = 1
-        self.rail = -1
+        self.rail: object = None
         self.link: Progress | None = None
         self.deadline = deadline
         self.started = time.monotonic()
@@ -57,10 +79,31 @@ class Transfer:
         self._event: threading.Event | None = None
         self._callbacks: list[Callable[[], object]] = []
 
+    @classmethod
+    def of_copy(cls, peer: str, operation: str, nbytes: int) -> Transfer:
+        """Return one that has ended well: a copy between mapped memories. For the engine."""
+        transfer = cls.__new__(cls)
+        transfer.peer = peer
+        transfer.operation = operation
+        transfer.backend = "shared_memory"
+        transfer.nbytes = transfer.bytes_moved = nbytes
+        transfer.attempts = 1
+        transfer.rail = None
+        transfer.link = None
+        transfer.deadline = transfer.started = time.monotonic()
+        transfer._error = None
+        transfer._finished = True
+        return transfer
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since the engine took it."""
         return time.monotonic() - self.started
+
+    @property
+    def rail_name(self) -> str:
+        """The rail that was used last, in words; "" where none is."""
+        return "" if self.rail is None else str(self.rail)
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -82,18 +125,29 @@ class Transfer:
             raise self._error
 
     def _wait(self, end: float) -> None:
-        while not self._finished:
-            remaining = end - time.monotonic()
-            if remaining <= 0:
-                raise self.timed_out()
-            link = self.link
-            if link is not None and link.progress(min(remaining, DRIVE_S)):
-                continue
-            with self._lock:
-                self._event = self._event or threading.Event()
-            # `finish` sets the event under the lock that we have just held.
-            if not self._finished:
-                self._event.wait(remaining)
+        led: Progress | None = None
+        try:
+            while not self._finished:
+                remaining = end - time.monotonic()
+                if remaining <= 0:
+                    raise self.timed_out()
+                if led is not None and led is not self.link:
+                    led.leave()
+                led = self.link
+                if led is None or not led.progress(min(remaining, DRIVE_S)):
+                    if led is not None:
+                        led.leave()
+                    self._sleep(remaining)
+        finally:
+            if led is not None:
+                led.leave()
+
+    def _sleep(self, timeout_s: float) -> None:
+        with self._lock:
+            self._event = self._event or threading.Event()
+        # `finish` sets the event under the lock that we have just held.
+        if not self._finished:
+            self._event.wait(timeout_s)
 
     def __await__(self) -> Generator[object, None, None]:
         loop = asyncio.get_running_loop()
@@ -109,10 +163,11 @@ class Transfer:
 
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` once it has ended: at once if it has, else on the engine's thread."""
-        with self._lock:
-            if not self._finished:
-                self._callbacks.append(callback)
-                return
+        if not self._finished:
+            with self._lock:
+                if not self._finished:
+                    self._callbacks.append(callback)
+                    return
         callback()
 
     def finish(self, error: TransferError | None = None) -> bool:
@@ -138,4 +193,5 @@ class Transfer:
             attempts=self.attempts,
             bytes_moved=self.bytes_moved,
             elapsed_s=self.elapsed_s,
+            rail=self.rail_name,
         )

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING, Final
 
 from transfer import native
 from transfer.arguments import check_integer, check_timeout, check_type
 from transfer.backends.local import LocalBackend
+from transfer.backends.process_memory import Location
 from transfer.backends.shared_memory import Window
 from transfer.errors import AccessRefused, PeerLost, TransferError
 from transfer.handle import Transfer
 from transfer.immediates import IMMEDIATE_MAX, ImmediateBoard
 from transfer.peer import PeerLink, PeerTable
 from transfer.pieces import Ints, Pieces, copy_addressed, copy_pieces, out_of_bounds
+from transfer.priority import Priority
 from transfer.region import Access, Bytes, OfferTable, Region, RegionKey
 from transfer.slices import Operation
 from transfer.statistics import Tally
 from transfer.wire import RequestKind
 
+if TYPE_CHECKING:
+    from transfer.staging import Staging
+
 # As integers: an enum member's value costs more than the rest of the check.
 READ, WRITE = Access.READ.value, Access.WRITE.value
+# What is no larger is taken for something that somebody waits for.
+URGENT_BYTES_MAX: Final = 64 << 10
 
 
 class Mover:
-    """Performs writes and reads. Thread-safe."""
+    """Performs writes and reads. Thread-safe.
+
+    Attributes:
+        staging: moves what has no address; set by the engine.
+    """
+
+    staging: Staging
 
     def __init__(
         self,
@@ -32,8 +46,10 @@ class Mover:
         offers: OfferTable,
         board: ImmediateBoard,
         tally: Tally,
+        timeout_s: float,
     ) -> None:
         self._name = name
+        self._timeout_s = timeout_s
         self._table = table
         self._board = board
         self._tally = tally
@@ -47,6 +63,7 @@ class Mover:
         pieces: Pieces,
         immediate: int | None,
         deadline: float,
+        priority: Priority | None = None,
     ) -> Transfer:
         """Move pieces of our region into the peer's window, then count the immediate there."""
         backend, link = self._route(peer, target)
@@ -54,51 +71,153 @@ class Mover:
         _check_own(pieces.source_offsets, pieces, source)
         if immediate is not None:
             check_integer("an immediate, 32-bit unsigned,", immediate, 0, IMMEDIATE_MAX)
+        if source.kind != "host" or target.kind != "host":
+            return self.staging.write(peer, source, target, pieces, immediate, deadline, priority)
+        backend, location = self._locate(backend, link, target, pieces, deadline)
         handle = Transfer(
             peer=peer, operation="write", backend=backend, nbytes=pieces.nbytes, deadline=deadline
         )
-        self._tally.add(
-            backend,
-            operations=1,
-            bytes_written=handle.nbytes,
-            immediates=0 if immediate is None else 1,
-        )
+        kind = class_of(priority, handle.nbytes, immediate, write=True)
+        self._tally.wrote(backend, handle.nbytes, immediate is not None, kind)
         if link is None:
             self._local.write(source, target, pieces)
             if immediate is not None:
                 self._board.count(peer, [immediate])
         elif backend == "shared_memory":
             self._write_mapped(link, source, target, pieces, immediate, handle)
+        elif location is not None and link.locations.write(target, location, source, pieces):
+            if immediate is not None:
+                self._signal(link, immediate, handle)
         else:
-            self._submit(link, RequestKind.WRITE, source, target, pieces, immediate, handle)
+            handle.backend = "tcp"
+            self._submit(link, RequestKind.WRITE, source, target, pieces, immediate, handle, kind)
             return handle
         handle.bytes_moved = handle.nbytes
         handle.finish()
         return handle
 
     def read(
-        self, peer: str, target: Region, source: RegionKey, pieces: Pieces, deadline: float
+        self,
+        peer: str,
+        target: Region,
+        source: RegionKey,
+        pieces: Pieces,
+        deadline: float,
+        priority: Priority | None = None,
     ) -> Transfer:
         """Move pieces of the peer's window into our region."""
         backend, link = self._route(peer, source)
         self._check(backend, source, READ, pieces.source_offsets, pieces)
         _check_own(pieces.target_offsets, pieces, target)
+        if source.kind != "host" or target.kind != "host":
+            return self.staging.read(peer, target, source, pieces, deadline, priority)
+        backend, location = self._locate(backend, link, source, pieces, deadline)
         handle = Transfer(
             peer=peer, operation="read", backend=backend, nbytes=pieces.nbytes, deadline=deadline
         )
-        self._tally.add(backend, operations=1, bytes_read=handle.nbytes)
+        kind = class_of(priority, handle.nbytes, None, write=False)
+        self._tally.read(backend, handle.nbytes, kind)
         if link is None:
             self._local.read(target, source, pieces)
         elif backend == "shared_memory":
             if len(pieces):
                 window = link.windows.get(source, deadline)
                 _copy(target.array, target.start, window.array, window.start, pieces)
-        else:
-            self._submit(link, RequestKind.READ, target, source, pieces, None, handle)
+        elif location is None or not link.locations.read(source, location, target, pieces):
+            handle.backend = "tcp"
+            self._submit(link, RequestKind.READ, target, source, pieces, None, handle, kind)
             return handle
         handle.bytes_moved = handle.nbytes
         handle.finish()
         return handle
+
+    def write_at_once(
+        self,
+        peer: str,
+        source: Region,
+        target: RegionKey,
+        source_offset: object,
+        target_offset: object,
+        nbytes: int,
+        immediate: int | None,
+        priority: Priority | None,
+    ) -> Transfer | None:
+        """Write one piece into memory that is mapped already; None if that is not what it is.
+
+        Whatever is unusual or wrong is left to `write`, which says what.
+        """
+        link = self._table.get(peer)
+        if (
+            link is None
+            or not link.alive
+            or type(source_offset) is not int
+            or type(target_offset) is not int
+            or type(target) is not RegionKey
+            or type(source) is not Region
+            or source.kind != "host"
+        ):
+            return None
+        window = link.windows.find(target)
+        if (
+            window is None
+            or target.owner != peer
+            or not target.rights & WRITE
+            or not 0 <= target_offset <= target_offset + nbytes <= target.nbytes
+            or not 0 <= source_offset <= source_offset + nbytes <= source.nbytes
+            or nbytes <= 0
+        ):
+            return None
+        if immediate is not None:
+            check_integer("an immediate, 32-bit unsigned,", immediate, 0, IMMEDIATE_MAX)
+        native.copy_one(window.start + target_offset, source.start + source_offset, nbytes)
+        return self.account(link, nbytes, immediate, priority, write=True)
+
+    def prepare(
+        self, peer: str, region: Region, key: RegionKey, pieces: Pieces, *, write: bool
+    ) -> tuple[PeerLink | None, Window | None]:
+        """Check what does not change between posts.
+
+        Returns:
+            The link, and the window if the peer's memory is mapped and there is something to
+            move: then copying and `account` are all there is to do.
+        """
+        backend, link = self._route(peer, key)
+        ours, theirs = pieces.source_offsets, pieces.target_offsets
+        if not write:
+            ours, theirs = theirs, ours
+        self._check(backend, key, WRITE if write else READ, theirs, pieces)
+        _check_own(ours, pieces, region)
+        if link is None or backend != "shared_memory" or not len(pieces) or region.kind != "host":
+            return link, None
+        return link, link.windows.get(key, self.deadline(None))
+
+    def account(
+        self,
+        link: PeerLink,
+        nbytes: int,
+        immediate: int | None,
+        priority: Priority | None,
+        *,
+        write: bool,
+        timeout_s: float | None = None,
+    ) -> Transfer:
+        """Count a copy that was made between mapped memories, and signal its immediate."""
+        handle = Transfer.of_copy(link.name, "write" if write else "read", nbytes)
+        kind = class_of(priority, nbytes, immediate, write=write)
+        if not write:
+            if immediate is not None:
+                raise ValueError("a read carries no immediate")
+            self._tally.read("shared_memory", nbytes, kind)
+            return handle
+        self._tally.wrote("shared_memory", nbytes, immediate is not None, kind)
+        if immediate is not None:
+            handle.deadline = self.deadline(timeout_s)
+            self._signal(link, immediate, handle)
+        return handle
+
+    def deadline(self, timeout_s: float | None) -> float:
+        """Return when an operation that starts now is late."""
+        return deadline_after(timeout_s, self._timeout_s)
 
     def _route(self, peer: str, key: RegionKey) -> tuple[str, PeerLink | None]:
         if type(key) is not RegionKey:
@@ -108,8 +227,23 @@ class Mover:
         if peer == self._name:
             return "local", None
         link = self._table.ready(peer)
-        mapped = link.backend == "shared_memory" and key.shareable
-        return ("shared_memory" if mapped else "tcp"), link
+        if link.backend == "tcp":
+            return "tcp", link
+        return ("shared_memory" if key.shareable else "process_memory"), link
+
+    def _locate(
+        self,
+        backend: str,
+        link: PeerLink | None,
+        key: RegionKey,
+        pieces: Pieces,
+        deadline: float,
+    ) -> tuple[str, Location | None]:
+        """Find where memory that is not mapped lies; by sockets where we may not reach it."""
+        if link is None or backend != "process_memory":
+            return backend, None
+        location = link.locations.get(key, deadline) if len(pieces) else None
+        return ("tcp" if location is None else backend), location
 
     def _check(
         self,
@@ -138,8 +272,10 @@ class Mover:
         if len(pieces):
             window: Window = link.windows.get(target, handle.deadline)
             _copy(window.array, window.start, source.array, source.start, pieces)
-        if immediate is None:
-            return
+        if immediate is not None:
+            self._signal(link, immediate, handle)
+
+    def _signal(self, link: PeerLink, immediate: int, handle: Transfer) -> None:
         assert link.signal is not None, "a ready same-host link has its signal channel"
         try:
             sent = link.signal.send(immediate, handle.deadline)
@@ -166,14 +302,31 @@ class Mover:
         pieces: Pieces,
         immediate: int | None,
         handle: Transfer,
+        priority: Priority,
     ) -> None:
         if not handle.nbytes and immediate is None:
             handle.finish()
             return
         operation = Operation(
-            kind=kind, handle=handle, token=key.token, region=region, immediate=immediate
+            kind=kind,
+            handle=handle,
+            token=key.token,
+            region=region,
+            immediate=immediate,
+            priority=priority,
         )
         link.requests.submit(operation, pieces)
+
+
+def class_of(
+    priority: Priority | None, nbytes: int, immediate: int | None, *, write: bool
+) -> Priority:
+    """Return the class of an operation for which none, or this one, was given."""
+    if priority is not None:
+        return priority
+    if immediate is not None or nbytes <= URGENT_BYTES_MAX:
+        return Priority.ACTIVATIONS
+    return Priority.KV_PUT if write else Priority.KV_GET
 
 
 def deadline_after(timeout_s: float | None, default_s: float) -> float:

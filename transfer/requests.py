@@ -229,9 +229,11 @@ class Requests:
         link = self._links[rail.idx]
         assert link is not None, "only rails with a link are chosen"
         handle = part.operation.handle
+        if part.idx == 0 and part.attempts == 1:
+            self.tally.waited(part.operation.priority, part.posted_at - part.operation.queued_at)
         part.oldest = self._core.oldest
         handle.attempts = max(handle.attempts, part.attempts)
-        handle.rail = rail.idx
+        handle.rail = rail.name
         if part.operation.num_slices == 1 or len(self._links) == 1:
             handle.link = link
         link.post(part)
@@ -332,6 +334,7 @@ class Requests:
             attempts=handle.attempts,
             bytes_moved=handle.bytes_moved,
             elapsed_s=handle.elapsed_s,
+            rail=handle.rail_name,
         )
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Final
+
+from transfer.priority import Priority
+
+BACKENDS: Final = ("shared_memory", "process_memory", "tcp", "local")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +67,29 @@ class RailStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PriorityStatistics:
+    """Totals of one class of traffic, over all backends.
+
+    Attributes:
+        operations: our writes and reads.
+        bytes: that they were asked to move.
+        queued: operations that went over rails.
+        queue_s: how long all of them together waited before their first slice left.
+    """
+
+    operations: int
+    bytes: int
+    queued: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStatistics:
     """A snapshot.
 
     Attributes:
-        backends: by name, "shared_memory", "tcp" and "local".
+        backends: by name, "shared_memory", "process_memory", "tcp" and "local".
+        priorities: by class of traffic.
         rails: of the peers that are connected, those that were open once.
         immediates_received: counted here, from all peers.
         refused_handshakes: callers that did not prove themselves, or were not wanted.
@@ -77,6 +100,7 @@ class TransferStatistics:
     """
 
     backends: Mapping[str, BackendStatistics]
+    priorities: Mapping[Priority, PriorityStatistics]
     rails: tuple[RailStatistics, ...]
     immediates_received: int
     refused_handshakes: int
@@ -92,9 +116,11 @@ class Tally:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         names = [field.name for field in fields(BackendStatistics)]
-        self._backends = {
-            backend: dict.fromkeys(names, 0) for backend in ("shared_memory", "tcp", "local")
-        }
+        self._backends = {backend: dict.fromkeys(names, 0) for backend in BACKENDS}
+        self._operations = [0] * len(Priority)
+        self._bytes = [0] * len(Priority)
+        self._queued = [0] * len(Priority)
+        self._queue_s = [0.0] * len(Priority)
         self._totals = dict.fromkeys(("refused_handshakes", "malformed", "notifies_received"), 0)
 
     def add(self, backend: str, **amounts: int) -> None:
@@ -103,6 +129,32 @@ class Tally:
             counters = self._backends[backend]
             for name, amount in amounts.items():
                 counters[name] += amount
+
+    def wrote(self, backend: str, nbytes: int, signal: bool, priority: Priority) -> None:
+        """Count a write of ours."""
+        with self._lock:
+            counters = self._backends[backend]
+            counters["operations"] += 1
+            counters["bytes_written"] += nbytes
+            if signal:
+                counters["immediates"] += 1
+            self._operations[priority] += 1
+            self._bytes[priority] += nbytes
+
+    def read(self, backend: str, nbytes: int, priority: Priority) -> None:
+        """Count a read of ours."""
+        with self._lock:
+            counters = self._backends[backend]
+            counters["operations"] += 1
+            counters["bytes_read"] += nbytes
+            self._operations[priority] += 1
+            self._bytes[priority] += nbytes
+
+    def waited(self, priority: Priority, seconds: float) -> None:
+        """Count how long an operation waited before its first slice left."""
+        with self._lock:
+            self._queued[priority] += 1
+            self._queue_s[priority] += seconds
 
     def count(self, name: str) -> None:
         """Add one to a counter of the engine."""
@@ -121,6 +173,15 @@ class Tally:
         with self._lock:
             return TransferStatistics(
                 backends={k: BackendStatistics(**v) for k, v in self._backends.items()},
+                priorities={
+                    p: PriorityStatistics(
+                        operations=self._operations[p],
+                        bytes=self._bytes[p],
+                        queued=self._queued[p],
+                        queue_s=self._queue_s[p],
+                    )
+                    for p in Priority
+                },
                 rails=tuple(rails),
                 immediates_received=immediates_received,
                 peers=peers,

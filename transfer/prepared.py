@@ -1,0 +1,118 @@
+"""Transfers that are checked once and posted often: the message of a busy loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transfer import native
+from transfer.handle import Transfer
+from transfer.pieces import Pieces
+from transfer.priority import Priority
+from transfer.region import Region, RegionKey
+
+if TYPE_CHECKING:
+    from transfer.operations import Mover
+
+
+class Prepared:
+    """A write or read with fixed places. Made by the engine's `prepare_write`, `prepare_read`.
+
+    Thread-safe. Where the peer's memory is mapped, a post is a copy between addresses that are
+    known already; elsewhere it is the plain operation with its pieces already made.
+    """
+
+    __slots__ = (
+        "_deadline_s",
+        "_key",
+        "_link",
+        "_mover",
+        "_nbytes",
+        "_peer",
+        "_pieces",
+        "_priority",
+        "_region",
+        "_remote",
+        "_source",
+        "_target",
+        "_window",
+        "_write",
+    )
+
+    def __init__(
+        self,
+        mover: Mover,
+        peer: str,
+        region: Region,
+        key: RegionKey,
+        pieces: Pieces,
+        *,
+        write: bool,
+        priority: Priority | None,
+        timeout_s: float,
+    ) -> None:
+        self._mover = mover
+        self._peer = peer
+        self._region = region
+        self._key = key
+        self._pieces = pieces
+        self._nbytes = pieces.nbytes
+        self._write = write
+        self._deadline_s = timeout_s
+        self._priority = priority
+        self._link, self._window = mover.prepare(peer, region, key, pieces, write=write)
+        self._source = self._target = 0
+        if self._window is not None:
+            ours, theirs = region.start, self._window.start
+            self._source, self._target = (ours, theirs) if write else (theirs, ours)
+            if len(pieces) == 1:
+                self._source += int(pieces.source_offsets[0])
+                self._target += int(pieces.target_offsets[0])
+
+    def post(self, *, immediate: int | None = None, timeout_s: float | None = None) -> Transfer:
+        """Do it once more.
+
+        Args:
+            immediate: uint32, counted at the peer once the bytes are in place; writes only.
+            timeout_s: default `operation_timeout_s`.
+
+        Raises:
+            ValueError: an immediate with a read.
+            PeerLost, AccessRefused, TransferTimeout: as of `write` and `read`.
+        """
+        link, window = self._link, self._window
+        if window is None or link is None or not window.live or not link.alive:
+            return self._post_anew(immediate, timeout_s)
+        pieces = self._pieces
+        if len(pieces) == 1:
+            native.copy_one(self._target, self._source, self._nbytes)
+        else:
+            native.copy_pieces(
+                self._target,
+                self._source,
+                pieces.target_offsets,
+                pieces.source_offsets,
+                pieces.lengths,
+            )
+        return self._mover.account(
+            link, self._nbytes, immediate, self._priority, write=self._write, timeout_s=timeout_s
+        )
+
+    def _post_anew(self, immediate: int | None, timeout_s: float | None) -> Transfer:
+        """The general way: it maps a window again, and says what is wrong with a peer."""
+        mover = self._mover
+        deadline = mover.deadline(timeout_s)
+        if not self._write:
+            if immediate is not None:
+                raise ValueError("a read carries no immediate")
+            return mover.read(
+                self._peer, self._region, self._key, self._pieces, deadline, self._priority
+            )
+        return mover.write(
+            self._peer,
+            self._region,
+            self._key,
+            self._pieces,
+            immediate,
+            deadline,
+            self._priority,
+        )
