@@ -28,6 +28,7 @@ from transfer.immediates import ImmediateBoard
 from transfer.peer import LinkState, PeerLink, PeerTable
 from transfer.priority import shares_of
 from transfer.rail_opener import RailOpener
+from transfer.rail_preferences import RailPreferences
 from transfer.region import TOKEN_BYTES, OfferTable
 from transfer.rendezvous import Greeted, Outcome, Rendezvous
 from transfer.requests import Requests
@@ -234,6 +235,7 @@ class Links:
             self._loop,
             self._tally,
             num_rails=len(rails),
+            prefer=RailPreferences([rail.local for rail in rails]).order_for,
             shares=shares_of(self._config),
             open_rail=lambda idx, done: self._opener.open(name, rails[idx], requests, done),
         )

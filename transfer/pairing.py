@@ -16,9 +16,10 @@ Each side pairs its own ends; both find the same pairs where both have equally m
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from transfer.preference import RailEnd
+from transfer.preference import RailEnd, RailKind
+from transfer.topology import PciPlace
 
 
 def pair_rails(ours: Sequence[RailEnd], theirs: Sequence[RailEnd]) -> tuple[tuple[int, int], ...]:
@@ -48,11 +49,53 @@ def pair_rails(ours: Sequence[RailEnd], theirs: Sequence[RailEnd]) -> tuple[tupl
     return tuple(sorted(chosen.items()))
 
 
+def pair_addresses(
+    ours: Sequence[str],
+    theirs: Sequence[str],
+    interfaces: Mapping[str, Sequence[str]],
+) -> tuple[tuple[str, str], ...]:
+    """Pair tcp rails that are plain addresses; the longer side has each of its addresses once.
+
+    Args:
+        ours: our addresses, without prefix lengths.
+        theirs: the peer's.
+        interfaces: addresses of our interfaces with prefix lengths, which tell our networks.
+
+    Returns:
+        (our address, their address).
+    """
+    prefixed = {
+        address.partition("/")[0]: address for found in interfaces.values() for address in found
+    }
+    mine = [_address_end("", prefixed.get(address, address)) for address in ours]
+    other = [_address_end("", address) for address in theirs]
+    if len(mine) >= len(other):
+        return tuple((ours[i], theirs[k]) for i, k in pair_rails(mine, other))
+    return tuple((ours[k], theirs[i]) for i, k in pair_rails(other, mine))
+
+
+def _address_end(name: str, address: str) -> RailEnd:
+    try:
+        known: tuple[str, ...] = (str(ipaddress.ip_interface(address)),)
+    except ValueError:
+        known = ()  # the name of a host
+    return RailEnd(
+        name=name,
+        kind=RailKind.INTERFACE,
+        place=PciPlace(),
+        gbps=None,
+        up=True,
+        addresses=known,
+    )
+
+
 def _share_network(one: RailEnd, other: RailEnd) -> bool:
-    theirs = {ipaddress.ip_interface(address).network for address in other.addresses}
-    for address in one.addresses:
-        network = ipaddress.ip_interface(address).network
-        # A network of one is an address whose prefix nobody told.
-        if network.num_addresses > 1 and network in theirs:
-            return True
-    return False
+    """Whether an address of one lies in a network of the other; a network of one tells nothing."""
+    ours = [ipaddress.ip_interface(address) for address in one.addresses]
+    theirs = [ipaddress.ip_interface(address) for address in other.addresses]
+    return any(
+        (a.network.num_addresses > 1 and b.ip in a.network)
+        or (b.network.num_addresses > 1 and a.ip in b.network)
+        for a in ours
+        for b in theirs
+    )

@@ -23,6 +23,7 @@ from transfer.pieces import EMPTY, Pieces
 from transfer.priority import Priority
 from transfer.rail import RailLink
 from transfer.rail_record import RailRecord
+from transfer.region import Region
 from transfer.slices import Operation, Slice, slice_operation
 from transfer.spray import SprayCore
 from transfer.statistics import RailStatistics, Tally
@@ -43,6 +44,7 @@ class Requests:
     """All our requests to one peer. Thread-safe. The sink of its rails' links.
 
     Args:
+        prefer: tiers of rails, by index, that suit a region's memory, the best first.
         open_rail: makes a link over a rail: (index, callback), and calls back on the engine's
             thread with the link or with None. Called on the engine's thread.
         shares: weights of the classes of traffic.
@@ -55,12 +57,15 @@ class Requests:
         tally: Tally,
         *,
         num_rails: int,
+        prefer: Callable[[Region], tuple[tuple[int, ...], ...]],
         shares: Mapping[Priority, float],
         open_rail: Callable[[int, Callable[[RailLink | None], None]], None],
     ) -> None:
         self._peer = peer
         self._loop = loop
         self._open_rail = open_rail
+        # None where there is nothing to choose.
+        self._prefer = prefer if num_rails > 1 else None
         # Reentrant: a link that is given up may be torn down in the same thread.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -77,6 +82,8 @@ class Requests:
             PeerLost, EngineClosed: no more requests to this peer.
         """
         core = self._core
+        if self._prefer is not None and operation.region is not None:
+            operation.rails = self._prefer(operation.region)
         with self._lock:
             if len(core.operations) >= OPERATIONS_MAX or self._closed is not None:
                 self._await_turn(operation)

@@ -35,7 +35,7 @@ class Operation:
         num_finished: how many slices are done.
         place: of a map request that succeeded: descriptor, offset and size.
         queued_at: `time.monotonic` of its submission.
-        rails: the order in which rails suit the local memory, the best first; empty = no
+        rails: tiers of rails that suit the local memory alike, the best first; empty = no
             preference. Indices into the peer's rails.
     """
 
@@ -50,7 +50,7 @@ class Operation:
     num_finished: int = 0
     place: tuple[int, int, int] | None = None
     queued_at: float = 0.0
-    rails: tuple[int, ...] = ()
+    rails: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_slices(self) -> int:

@@ -38,7 +38,7 @@ URGENT_MEMORY_S: Final = 0.02
 COST_BYTES_MIN: Final = 4096
 # A rail that was not measured for so long gets a slice even if it is thought to be slow.
 REMEASURE_S: Final = 1.0
-# Each step down a list of preferred rails counts as so many times the time.
+# Each tier down a list of preferred rails counts as so many times the time.
 PREFERENCE_FACTOR: Final = 2.0
 # The rail that has just lost a slice gets it again only where nothing else is.
 AVOID_FACTOR: Final = 1e6
@@ -302,7 +302,7 @@ class SprayCore:
             return 0.0
         order = part.operation.rails
         if order:
-            place = order.index(rail.idx) if rail.idx in order else len(order)
+            place = next((i for i, tier in enumerate(order) if rail.idx in tier), len(order))
             return float(finish * PREFERENCE_FACTOR**place)
         return finish
 

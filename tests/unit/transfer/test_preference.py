@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.machines import machine, write_machine
-from transfer.pairing import pair_rails
+from transfer.pairing import pair_addresses, pair_rails
 from transfer.preference import (
     RailChoice,
     RailEnd,
@@ -246,3 +246,14 @@ def test_without_a_common_network_names_then_indices_meet() -> None:
 @pytest.mark.parametrize("sides", [([], [end("a")]), ([end("a")], []), ([], [])])
 def test_nothing_pairs_with_nobody(sides: tuple[list[RailEnd], list[RailEnd]]) -> None:
     assert pair_rails(*sides) == ()
+
+
+def test_tcp_addresses_pair_within_our_networks() -> None:
+    interfaces = {"eth0": ["10.1.0.1/24"], "eth1": ["10.2.0.1/24", "fd00::1/64"]}
+    ours, theirs = ["10.1.0.1", "10.2.0.1"], ["10.2.0.9", "10.1.0.9"]
+    assert pair_addresses(ours, theirs, interfaces) == (
+        ("10.1.0.1", "10.1.0.9"),
+        ("10.2.0.1", "10.2.0.9"),
+    )
+    # Without knowing networks, and for names, the order decides; the longer side is used up.
+    assert pair_addresses(["a", "b"], ["x", "y", "z"], {}) == (("a", "x"), ("b", "y"), ("b", "z"))
