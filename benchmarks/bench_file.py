@@ -74,6 +74,14 @@ def turn(slab: FileSlab, fd: int, memory: torch.Tensor, operation: str, offsets:
     return ours, time.perf_counter() - began, cpu
 
 
+def fill(path: Path) -> None:
+    """What was never written is not read from the disk."""
+    memory = torch.from_numpy(AlignedBuffer(TURN_BYTES).array)
+    with FileSlab(path, SLAB_BYTES) as slab:
+        for start in range(0, SLAB_BYTES, TURN_BYTES):
+            slab.write(memory, 0, start, TURN_BYTES)
+
+
 def measure(recorder: Recorder, path: Path, depth: int) -> None:
     config = FileConfig(direct=DirectIO.REQUIRE, threads=depth)
     rng = np.random.default_rng()
@@ -82,8 +90,6 @@ def measure(recorder: Recorder, path: Path, depth: int) -> None:
     with FileSlab(path, SLAB_BYTES, config) as slab, ExitStack() as stack:
         fd = os.open(path, os.O_RDWR | os.O_DIRECT)
         stack.callback(os.close, fd)
-        for start in range(0, SLAB_BYTES, TURN_BYTES):
-            slab.write(memory, 0, start, TURN_BYTES)
         for operation in ("read", "write"):
             for pattern in ("sequential", "random"):
                 for nbytes in BLOCKS:
@@ -145,6 +151,7 @@ def main() -> None:
     recorder = Recorder("file")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         path = Path(directory) / "slab"
+        fill(path)
         latency(recorder, path)
         for depth in DEPTHS:
             measure(recorder, path, depth)

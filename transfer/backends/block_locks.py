@@ -7,10 +7,8 @@ themselves.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator
 
 
 class BlockLocks:
@@ -20,34 +18,37 @@ class BlockLocks:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self._held: list[tuple[int, int, bool]] = []
+        self._num_waiting = 0
 
-    @contextlib.contextmanager
-    def hold(self, low: int, high: int, *, alone: bool, deadline: float) -> Iterator[bool]:
+    def acquire(self, low: int, high: int, *, alone: bool, deadline: float) -> bool:
         """Hold `[low, high)`; waits while a run that overlaps is held, if either is `alone`.
 
-        Yields:
+        Returns:
             False if it was not to be had until the deadline: then nothing is held.
         """
         run = (low, high, alone)
         with self._changed:
-            free = self._changed.wait_for(
-                lambda: not self._meets(run), max(deadline - time.monotonic(), 0.0)
-            )
-            if free:
-                self._held.append(run)
-        try:
-            yield free
-        finally:
-            if free:
-                with self._changed:
-                    self._held.remove(run)
-                    self._changed.notify_all()
+            while self._meets(run):
+                self._num_waiting += 1
+                free = self._changed.wait(max(deadline - time.monotonic(), 0.0))
+                self._num_waiting -= 1
+                if not free:
+                    return False
+            self._held.append(run)
+            return True
+
+    def release(self, low: int, high: int, *, alone: bool) -> None:
+        """Undo `acquire`, with the same arguments."""
+        with self._changed:
+            self._held.remove((low, high, alone))
+            if self._num_waiting:
+                self._changed.notify_all()
 
     def _meets(self, run: tuple[int, int, bool]) -> bool:
         low, high, alone = run
-        return any(
-            low < held_high and held_low < high and (alone or other)
-            for held_low, held_high, other in self._held
-        )
+        for held_low, held_high, other in self._held:
+            if low < held_high and held_low < high and (alone or other):
+                return True
+        return False

@@ -84,6 +84,9 @@ class _ExtentWork:
 
     def _views(self, index: int) -> list[memoryview]:
         pieces, view = self._pieces(index), self._view
+        if pieces.stop - pieces.start == 1:
+            start = int(self._extents.memory_offsets[pieces.start])
+            return [view[start : start + self.weigh(index)]]
         offsets = self._extents.memory_offsets[pieces].tolist()
         lengths = self._extents.lengths[pieces].tolist()
         return [view[o : o + n] for o, n in zip(offsets, lengths, strict=True)]
@@ -119,29 +122,34 @@ class WriteWork(_ExtentWork):
 
     def perform(self, index: int, lane: int) -> None:
         """Write one extent, reading first what its blocks have beside our pieces."""
-        access, low, high = self._access, self._lows[index], self._highs[index]
+        access, alone = self._access, self._partial[index]
         block = access.alignment.block
-        with access.locks.hold(
-            low // block, high // block, alone=self._partial[index], deadline=self._deadline
-        ) as held:
-            if not held:
-                raise TransferTimeout(access.path, "write", backend="file")
-            self._check_size(low)
-            if self._direct[index]:
-                write_fully(access.fd, self._views(index), low, access.path)
-                return
-            buffer = self._buffer(index, lane)
-            if self._partial[index]:
-                self._read_edges(index, buffer)
-            pieces, extents = self._pieces(index), self._extents
-            copy_pieces(
-                buffer.ctypes.data - low,
-                self._start,
-                extents.file_offsets[pieces],
-                extents.memory_offsets[pieces],
-                extents.lengths[pieces],
-            )
-            write_fully(access.fd, [buffer.data], low, access.path)
+        first, last = self._lows[index] // block, self._highs[index] // block
+        if not access.locks.acquire(first, last, alone=alone, deadline=self._deadline):
+            raise TransferTimeout(access.path, "write", backend="file")
+        try:
+            self._write(index, lane)
+        finally:
+            access.locks.release(first, last, alone=alone)
+
+    def _write(self, index: int, lane: int) -> None:
+        access, low = self._access, self._lows[index]
+        self._check_size(low)
+        if self._direct[index]:
+            write_fully(access.fd, self._views(index), low, access.path)
+            return
+        buffer = self._buffer(index, lane)
+        if self._partial[index]:
+            self._read_edges(index, buffer)
+        pieces, extents = self._pieces(index), self._extents
+        copy_pieces(
+            buffer.ctypes.data - low,
+            self._start,
+            extents.file_offsets[pieces],
+            extents.memory_offsets[pieces],
+            extents.lengths[pieces],
+        )
+        write_fully(access.fd, [buffer.data], low, access.path)
 
     def _check_size(self, low: int) -> None:
         """A write behind the end of a file that was cut would quietly make it longer again."""

@@ -299,16 +299,16 @@ def test_one_failure_ends_the_batch_and_a_bug_is_no_hang() -> None:
 
 def test_block_locks() -> None:
     locks, late = BlockLocks(), time.monotonic() + SOON_S
-    with (
-        locks.hold(0, 10, alone=False, deadline=late) as first,
-        locks.hold(5, 15, alone=False, deadline=late) as second,
-        locks.hold(14, 16, alone=True, deadline=time.monotonic()) as third,
-        locks.hold(15, 16, alone=True, deadline=late) as fourth,
-        locks.hold(15, 16, alone=False, deadline=time.monotonic() + 0.01) as fifth,
-    ):
-        assert (first, second, third, fourth, fifth) == (True, True, False, True, False)
-    with locks.hold(0, 100, alone=True, deadline=time.monotonic()) as free:
-        assert free
+    assert locks.acquire(0, 10, alone=False, deadline=late)
+    assert locks.acquire(5, 15, alone=False, deadline=late), "whole blocks go together"
+    assert not locks.acquire(14, 16, alone=True, deadline=time.monotonic())
+    assert locks.acquire(15, 16, alone=True, deadline=late)
+    assert not locks.acquire(15, 16, alone=False, deadline=time.monotonic() + 0.01)
+    threading.Timer(0.02, lambda: locks.release(15, 16, alone=True)).start()
+    assert locks.acquire(15, 16, alone=False, deadline=late), "it waits for its turn"
+    for low, high in ((0, 10), (5, 15), (15, 16)):
+        locks.release(low, high, alone=False)
+    assert locks.acquire(0, 100, alone=True, deadline=time.monotonic())
 
 
 def test_short_calls_are_taken_up_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
