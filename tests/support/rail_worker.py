@@ -1,0 +1,101 @@
+"""One end of a transfer over two rails, in a process (and network namespace) of its own.
+
+    python -m tests.support.rail_worker '{"rails": [...], "seconds": 4.0, ...}'
+
+Speaks lines of JSON: tells its name and address; the owner then reads the asker's, and offers a
+window; the asker reads that, writes for a while, and tells what it has seen.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from configs.schema import TransferBackend, TransferConfig
+from transfer import Access, Priority, RegionKey, Transfer, TransferEngine, TransferError, allocate
+
+NBYTES = 8 << 20
+OUTSTANDING = 3
+
+
+def say(**fields: Any) -> None:
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+def hear() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(sys.stdin.readline())
+    return found
+
+
+def own(engine: TransferEngine) -> None:
+    asker = hear()
+    memory = allocate(NBYTES)
+    region = engine.register(memory)
+    key = engine.offer(region, to=asker["name"], access=Access.WRITE | Access.READ)
+    say(key=key.encode().hex())
+    final = hear()
+    torch.manual_seed(final["seed"])
+    expected = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
+    say(
+        equal=torch.equal(expected, memory.tensor),
+        immediates=engine.statistics().immediates_received,
+    )
+
+
+def ask(engine: TransferEngine, seconds: float, seed: int) -> None:
+    owner = hear()
+    engine.connect(owner["address"])
+    key = RegionKey.decode(bytes.fromhex(owner["key"]))
+    torch.manual_seed(seed)
+    source = engine.register(torch.randint(0, 256, (NBYTES,), dtype=torch.uint8))
+    under_way: deque[Transfer] = deque()
+    ended, errors, posted = [], [], 0
+    start = time.monotonic()
+
+    def note() -> None:
+        ended.append(time.monotonic() - start)
+
+    say(started=True)
+    while under_way or time.monotonic() < start + seconds:
+        while len(under_way) < OUTSTANDING and time.monotonic() < start + seconds:
+            # Pieces of a megabyte: each ends by itself, so a stall of a single one is seen.
+            offset = posted * (1 << 20) % NBYTES
+            transfer = engine.write(owner["name"], source, key, offset, offset, 1 << 20,
+                                    immediate=7, priority=Priority.WEIGHTS)  # fmt: skip
+            transfer.when_done(note)
+            under_way.append(transfer)
+            posted += 1
+        try:
+            under_way.popleft().wait()
+        except TransferError as error:
+            errors.append(repr(error))
+    gaps = [b - a for a, b in zip([0.0, *ended], ended, strict=False)]
+    rails = [
+        {"rail": r.rail, "state": r.state, "bytes": r.bytes, "failures": r.failures,
+         "retries": r.retries, "at": r.bandwidth}
+        for r in engine.statistics().rails
+    ]  # fmt: skip
+    say(posted=posted, errors=errors, longest_gap_s=max(gaps), rails=rails, ended=len(ended))
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    rails = tuple(options["rails"])
+    config = TransferConfig(backend=TransferBackend.TCP, host=rails[0], rails=rails)
+    with TransferEngine(config, name=options["name"], secret=b"of this test") as engine:
+        say(name=engine.name, address=engine.address)
+        if options["role"] == "owner":
+            own(engine)
+        else:
+            ask(engine, options["seconds"], options["seed"])
+        hear()  # stay until the other one is done too
+
+
+if __name__ == "__main__":
+    main()
