@@ -233,3 +233,34 @@ def test_close_ends_waits(board: ImmediateBoard) -> None:
     with pytest.raises(EngineClosed):
         board.expect({("p", 1): 1}, soon())
     timer.join()
+
+
+def test_no_wait_of_many_misses_its_signal(board: ImmediateBoard) -> None:
+    """Whoever polls may leave at any moment; those who follow must never sleep on."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    receiver, sender = SignalChannel(theirs, "p"), SignalChannel(ours, "p")
+    board.poll.add(receiver)
+    rounds, threads = 200, 4
+
+    def wait(number: int) -> None:
+        for i in range(rounds):
+            board.expect({("p", number * rounds + i): 1}, soon())
+            assert sender.send(
+                (number + 1) % threads * rounds + i + (number + 1 == threads), soon()
+            )
+
+    workers = [threading.Thread(target=wait, args=(n,)) for n in range(threads)]
+    started = time.monotonic()
+    for worker in workers:
+        worker.start()
+    assert sender.send(0, soon())
+    for worker in workers:
+        worker.join(SOON_S)
+        assert not worker.is_alive()
+    elapsed = time.monotonic() - started
+    board.poll.remove(receiver)
+    receiver.close()
+    sender.close()
+    # Looking again by the clock would cost 10 ms in most of the 800 turns.
+    assert elapsed < rounds * threads * 0.008
