@@ -21,7 +21,8 @@ def num_mappings() -> int:
 def test_nothing_is_left_after_a_thousand_windows() -> None:
     with engine_pair() as (a, b):
         source = a.register(allocate(4096))
-        first, rest = None, None
+        windows = a._table.ready(b.name).windows
+        first = None
         for i in range(1000):
             memory = allocate(8192)
             region = b.register(memory)
@@ -31,11 +32,10 @@ def test_nothing_is_left_after_a_thousand_windows() -> None:
             memory.close()
             del memory, region
             if i == 10:
-                windows = a._table.ready(b.name).windows
-                eventually(lambda w=windows: len(w._windows) <= 1, "withdrawn keys are forgotten")
+                eventually(lambda: len(windows._windows) <= 1, "withdrawn keys are forgotten")
                 gc.collect()
                 first = (open_descriptors(), num_mappings())
-        eventually(lambda w=windows: not w._windows, "the last key is forgotten")
+        eventually(lambda: not windows._windows, "the last key is forgotten")
         gc.collect()
         rest = (open_descriptors(), num_mappings())
         assert first is not None
