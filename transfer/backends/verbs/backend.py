@@ -1,0 +1,91 @@
+"""RDMA as the engine sees it: opened devices, and an exchange for each peer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from transfer.backends.verbs.device import Device, open_devices
+from transfer.backends.verbs.exchange import PeerExchange
+from transfer.event_loop import READABLE, EventLoop
+from transfer.region import OfferTable, Region
+
+logger = logging.getLogger(__name__)
+
+
+class VerbsBackend:
+    """The RDMA devices of one engine.
+
+    Args:
+        count: takes immediates of a peer, on the engine's thread.
+    """
+
+    def __init__(
+        self, offers: OfferTable, loop: EventLoop, *, count: Callable[[str, list[int]], None]
+    ) -> None:
+        self._offers = offers
+        self._loop = loop
+        self._count = count
+        self._devices: list[Device] = []
+        self._peers: dict[str, PeerExchange] = {}
+
+    def open(self, wanted: Sequence[str]) -> tuple[str, ...]:
+        """Open devices, before the loop starts; returns their names, () if none is up.
+
+        Raises:
+            PyverbsError, LookupError: a device was named that is not there.
+        """
+        self._devices = open_devices(wanted)
+        return tuple(device.name for device in self._devices)
+
+    def start(self) -> None:
+        """Watch the devices. On the engine's thread."""
+        for device in self._devices:
+            self._loop.watch(device, partial(self._on_event, device), READABLE)
+
+    def connect(self, name: str, *, send: Callable[[bytes], None]) -> PeerExchange:
+        """Make the exchange of a new peer; `send` puts a message on its control connection."""
+        exchange = PeerExchange(
+            name, self._devices, self._offers, self._loop,
+            send=send, count=partial(self._count, name),
+        )  # fmt: skip
+        self._peers[name] = exchange
+        return exchange
+
+    def disconnect(self, exchange: PeerExchange) -> None:
+        """Destroy a peer's exchange with all its queue pairs and keys."""
+        if self._peers.get(exchange.name) is exchange:
+            del self._peers[exchange.name]
+        exchange.close()
+
+    def release(self, region: Region) -> None:
+        """Deregister a region everywhere. Any thread."""
+        for exchange in list(self._peers.values()):
+            exchange.release(region)
+
+    def close(self) -> None:
+        """Close the devices, behind what the peers' exchanges have left to the thread."""
+        for device in self._devices:
+            self._loop.unwatch(device)
+        for exchange in list(self._peers.values()):
+            self.disconnect(exchange)
+        self._loop.call(self._close_devices)
+
+    def abandon(self) -> None:
+        """Close the descriptors only: in a forked child."""
+        for exchange in self._peers.values():
+            exchange.abandon()
+        for device in self._devices:
+            device.abandon()
+
+    def _on_event(self, device: Device, _events: int) -> None:
+        for evidence in device.take_events():
+            logger.warning("RDMA device %s: %s", device.name, evidence)
+            for exchange in list(self._peers.values()):
+                exchange.fail_device(device, evidence)
+
+    def _close_devices(self) -> None:
+        for device in self._devices:
+            device.close()
+        self._devices.clear()
