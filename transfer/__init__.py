@@ -27,6 +27,7 @@ from transfer.errors import (
     TransferError,
     TransferTimeout,
 )
+from transfer.explanation import Explanation
 from transfer.handle import Transfer
 from transfer.memory import Memory, allocate
 from transfer.pages import Pages
@@ -48,6 +49,7 @@ __all__ = [
     "ControlError",
     "DeviceUnavailable",
     "EngineClosed",
+    "Explanation",
     "HandshakeRefused",
     "ImmediateTimeout",
     "Interrupted",

@@ -16,6 +16,7 @@ from transfer.arrivals import Arrivals
 from transfer.calling import Caller
 from transfer.errors import EngineClosed, PeerLost, PeerUnknown, TransferTimeout
 from transfer.event_loop import EventLoop
+from transfer.explanation import Explanation, explain_link, explain_self
 from transfer.links import Links, LostHandler, NotifyHandler
 from transfer.memory import Memory
 from transfer.movement import Movement
@@ -300,6 +301,21 @@ class TransferEngine(Movement, Arrivals):
     def on_peer_lost(self, handler: LostHandler) -> None:
         """Call `handler(peer, evidence)` once per lost peer, on the engine's thread."""
         self._links.lost_handlers.append(check_handler(handler))
+
+    def explain(self, peer: str | Peer, memory: Region | RegionKey | None = None) -> Explanation:
+        """Say which backend and rails carry bytes to a peer, and why others are not used.
+
+        Args:
+            peer: who.
+            memory: our region, or the peer's key, that is to be moved.
+
+        Raises:
+            PeerLost, PeerUnknown: nobody there.
+        """
+        name = name_of(peer)
+        if name == self.name:
+            return explain_self(name)
+        return explain_link(self._rendezvous.facts, self._table.ready(name), memory)
 
     def statistics(self) -> TransferStatistics:
         """Return what was done so far."""

@@ -152,9 +152,14 @@ class Requests:
             if link is not None:
                 link.abandon()
 
-    def rails(self) -> list[RailStatistics]:
-        """Return what is known about each rail that was open once."""
+    def rails(self, region: Region | None = None) -> list[RailStatistics]:
+        """Return what is known about each rail that was open once, the best for a region first."""
+        order: list[int] = []
+        if region is not None and self._prefer is not None:
+            order = [idx for tier in self._prefer(region) for idx in tier]
         with self._lock:
+            known = [rail for rail in self._core.rails if rail.name is not None]
+            known.sort(key=lambda r: order.index(r.idx) if r.idx in order else len(order))
             return [
                 RailStatistics(
                     peer=self._peer,
@@ -168,8 +173,7 @@ class Requests:
                     retries=rail.retries,
                     bytes_in_flight=rail.out_bytes,
                 )
-                for rail in self._core.rails
-                if rail.name is not None
+                for rail in known
             ]
 
     def done(self, link: RailLink, finished: Sequence[tuple[Slice, Status]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -84,6 +85,56 @@ def ask(engine: TransferEngine, seconds: float, seed: int) -> None:
     say(posted=posted, errors=errors, longest_gap_s=max(gaps), rails=rails, ended=len(ended))
 
 
+def compare(engine: TransferEngine, seconds: float, message_bytes: int) -> None:
+    """Time messages of a dispatcher's size, in quiet and beside bulk that saturates the rails."""
+    owner = hear()
+    engine.connect(owner["address"])
+    key = RegionKey.decode(bytes.fromhex(owner["key"]))
+    source = engine.register(allocate(NBYTES))
+    say(started=True)
+
+    def time_messages() -> list[float]:
+        took = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            begin = time.perf_counter()
+            engine.write(owner["name"], source, key, 0, 0, message_bytes, immediate=1,
+                         priority=Priority.ACTIVATIONS).wait()  # fmt: skip
+            took.append(time.perf_counter() - begin)
+            time.sleep(0.002)
+        return sorted(took)
+
+    stop = threading.Event()
+    moved = [0]
+
+    def saturate() -> None:
+        under_way: deque[Transfer] = deque()
+        while not stop.is_set():
+            under_way.append(engine.write(owner["name"], source, key, 0, 0, NBYTES,
+                                          priority=Priority.WEIGHTS))  # fmt: skip
+            if len(under_way) >= OUTSTANDING:
+                under_way.popleft().wait()
+                moved[0] += NBYTES
+        for transfer in under_way:
+            transfer.wait()
+
+    time_messages()
+    quiet = time_messages()
+    bulk = threading.Thread(target=saturate)
+    bulk.start()
+    try:
+        beside = time_messages()
+        rate = moved[0] / seconds
+    finally:
+        stop.set()
+        bulk.join()
+    say(**{
+        f"{name}_{which}_us": round(took[int(len(took) * part)] * 1e6, 1)
+        for name, took in (("quiet", quiet), ("beside", beside))
+        for which, part in (("p50", 0.5), ("p99", 0.99))
+    }, count=len(beside), bulk_bytes_per_s=rate)  # fmt: skip
+
+
 def main() -> None:
     options = json.loads(sys.argv[1])
     rails = tuple(options["rails"])
@@ -92,6 +143,8 @@ def main() -> None:
         say(name=engine.name, address=engine.address)
         if options["role"] == "owner":
             own(engine)
+        elif options["role"] == "compare":
+            compare(engine, options["seconds"], options["message_bytes"])
         else:
             ask(engine, options["seconds"], options["seed"])
         hear()  # stay until the other one is done too

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-SOON_S = 30.0
+from tests.support.worker_process import Worker
+
 CUT_AT_S, REPAIRED_AT_S, SECONDS = 1.0, 2.5, 6.0
 # What is reported is the measured stall; this bound only says that nobody waited for a timeout.
 STALL_S_MAX = 1.0
@@ -87,41 +83,6 @@ def wires() -> Iterator[Wires]:
     made.remove()
 
 
-class Worker:
-    """A process in a namespace that speaks lines of JSON."""
-
-    def __init__(self, space: str | None, **options: Any) -> None:
-        inside = ["ip", "netns", "exec", space] if space else []
-        self.process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "tests.support.rail_worker", json.dumps(options)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the worker has ended"
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def say(self, **fields: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(fields) + "\n")
-        self.process.stdin.flush()
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(SOON_S)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
 def transfer_with_trouble(
     owner: Worker, asker: Worker, seed: int, trouble: Callable[[], None]
 ) -> dict[str, Any]:
@@ -148,8 +109,8 @@ def transfer_with_trouble(
 def test_a_cut_rail_fails_nothing_and_comes_back(wires: Wires, way: str, rail: int) -> None:
     seed = secrets.randbits(31)
     rails = [[wires.address(end, i) for i in (0, 1)] for end in (0, 1)]
-    owner = Worker(wires.spaces[1], role="owner", name=secrets.token_hex(8), rails=rails[1])
-    asker = Worker(wires.spaces[0], role="asker", name=secrets.token_hex(8), rails=rails[0],
+    owner = Worker(space=wires.spaces[1], role="owner", name=secrets.token_hex(8), rails=rails[1])
+    asker = Worker(space=wires.spaces[0], role="asker", name=secrets.token_hex(8), rails=rails[0],
                    seconds=SECONDS, seed=seed)  # fmt: skip
 
     def trouble() -> None:

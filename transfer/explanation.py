@@ -1,0 +1,87 @@
+"""Which way bytes to a peer take, and why not another: for people who wonder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transfer.handshake import Facts
+from transfer.peer import PeerLink
+from transfer.region import Region, RegionKey
+from transfer.statistics import RailStatistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The answer of `TransferEngine.explain`. Its text is meant for people.
+
+    Attributes:
+        peer: the other side.
+        backend: what moves the bytes: a name as of `TransferStatistics.backends`.
+        reason: why that one.
+        rails: the rails that were opened, those that suit the memory best first.
+        others: backends that are not used, each with the reason.
+    """
+
+    peer: str
+    backend: str
+    reason: str
+    rails: tuple[RailStatistics, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.peer}: {self.backend} ({self.reason})"]
+        for rail in self.rails:
+            known = f"{rail.bandwidth / 1e9:.2f} GB/s" if rail.bandwidth else "not measured"
+            state = rail.state if rail.open else f"{rail.state}, not open"
+            lines.append(f"  rail {rail.rail}: {state}, {known}, {rail.failures} failures")
+        lines += [f"  not {backend}: {reason}" for backend, reason in self.others]
+        return "\n".join(lines)
+
+
+def explain_self(name: str) -> Explanation:
+    """Explain copies within this process."""
+    return Explanation(peer=name, backend="local", reason="it is this process itself")
+
+
+def explain_link(own: Facts, link: PeerLink, memory: Region | RegionKey | None) -> Explanation:
+    """Explain the way to a connected peer.
+
+    Args:
+        own: what this engine tells about itself.
+        link: the connection.
+        memory: our region or the peer's key that is to be moved; None = what `allocate` made.
+    """
+    # Only the peer's end is mapped: whatever our region is, it is copied from where it lies.
+    mappable = memory.shareable if isinstance(memory, RegionKey) else True
+    region = memory if isinstance(memory, Region) else None
+    if link.backend == "shared_memory" and mappable:
+        return Explanation(
+            peer=link.name,
+            backend="shared_memory",
+            reason="same host, and the peer's memory can be mapped here",
+            others=(("tcp", "a copy in memory is cheaper"),),
+        )
+    rails = tuple(link.requests.rails(region))
+    if link.backend == "shared_memory":
+        return Explanation(
+            peer=link.name,
+            backend="process_memory",
+            reason="same host; where the system does not permit it, over the local socket",
+            rails=rails,
+            others=(("shared_memory", "the memory was not made by `allocate`: not mappable"),),
+        )
+    return Explanation(
+        peer=link.name,
+        backend=link.backend,
+        reason="the best that both sides have in common",
+        rails=rails,
+        others=(("shared_memory", _why_not_shared(own, link.facts)),),
+    )
+
+
+def _why_not_shared(own: Facts, theirs: Facts) -> str:
+    if own.host != theirs.host:
+        return "the peer is on another host, or in another network namespace"
+    if not own.shared_memory:
+        return "this engine's configuration excludes it"
+    return "the peer does not share memory"
