@@ -23,7 +23,7 @@ from transfer.memory import Memory, allocate
 from transfer.pieces import Ints, Pieces, copy_pieces
 from transfer.priority import Priority
 from transfer.region import Access, OfferTable, Region, RegionKey, make_offer
-from transfer.storage import Storage, Waiter
+from transfer.storage import Storage, StorageRegion, Waiter
 
 BUFFER_BYTES: Final = 1 << 20
 
@@ -202,6 +202,11 @@ class PeerEnd:
         self._moves.write(
             self._peer, bounce.region, self._key, pieces, None, deadline, self._priority
         ).wait()
+
+
+def near_end(region: Region) -> End:
+    """The end of a region of this process."""
+    return StorageEnd(region.storage) if isinstance(region, StorageRegion) else HostEnd(region)
 
 
 class StagedWork:

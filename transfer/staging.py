@@ -2,9 +2,10 @@
 
     ours          theirs (or our own)   how
     host          own storage           the storage moves it, without a copy where it can
-    own storage   own storage           through a bounce buffer
+    own storage   own storage           through a bounce buffer; GPUs that reach one another do not
     own storage   peer's host memory    through a bounce buffer, then over the peer's rails
     any           peer's storage        the owner moves it between its storage and our buffer
+    any           GPU of this host      through CUDA IPC, without the owner, where it can be opened
 
 Everything here is asynchronous: the call returns at once, threads of the storage or of this
 module do the work. They are started by the first operation that needs them.
@@ -18,27 +19,31 @@ from typing import Final
 
 import torch
 
+from transfer.backends.cuda_ipc import CudaWindows
+from transfer.backends.cuda_memory import CudaDevices, CudaMemory
 from transfer.backends.local import LocalBackend
-from transfer.batch_queue import BatchQueue
+from transfer.batch_queue import BatchQueue, Work
 from transfer.bounce import (
     BUFFER_BYTES,
     Bounces,
     End,
-    HostEnd,
     PeerEnd,
     PeerMoves,
     StagedWork,
     StorageEnd,
+    near_end,
 )
 from transfer.errors import EngineClosed, TransferError
 from transfer.handle import Transfer
 from transfer.immediates import ImmediateBoard
+from transfer.memory import Memory
+from transfer.opened_work import OpenedWork
 from transfer.peer import PeerLink, PeerTable
 from transfer.pieces import EMPTY, Pieces
 from transfer.priority import Priority
 from transfer.region import Access, OfferTable, Region, RegionKey
 from transfer.slices import cut
-from transfer.storage import Done, StorageRegion
+from transfer.storage import Done, Storage, StorageRegion, make_region
 from transfer.storage_messages import PIECES_MAX, AskKind
 from transfer.storage_service import Asking, PeerStorageEnd, StorageService
 from transfer.wire import ControlKind
@@ -47,6 +52,7 @@ THREADS: Final = 4
 SERVING_THREADS: Final = 2
 QUEUED_MAX: Final = 256
 WITHDRAW_S: Final = 5.0
+BOTH: Final = Access.READ | Access.WRITE
 
 
 class Staging:
@@ -75,8 +81,16 @@ class Staging:
         self._served: BatchQueue | None = None
         self._bounces = Bounces(offers)
         self._open: set[Transfer] = set()
+        self.devices = CudaDevices()
+        self._windows = CudaWindows(self.devices)
         self._asking = Asking(table)
         self._service = StorageService(offers, board, moves, Bounces(offers), self._serving_queue)
+
+    def register(self, memory: Memory | torch.Tensor | Storage) -> Region:
+        """As `TransferEngine.register`."""
+        if isinstance(memory, torch.Tensor) and memory.device.type == "cuda":
+            return StorageRegion(self.devices.memory_of(memory))
+        return make_region(memory)
 
     def write(
         self,
@@ -99,16 +113,22 @@ class Staging:
 
             moved = self._track(handle, count)
             shifted = _shift(pieces, 0, offer.offset)
-            self._move(source, offer.region, shifted, "write", deadline, moved)
+            self.move(source, offer.region, shifted, "write", deadline, moved)
             return handle
-        far = self._far_end(peer, target, priority)
 
         def signal() -> None:
             if immediate is not None:
                 self._signal(peer, target, immediate, deadline, priority)
 
-        moved = self._track(handle, signal)
-        self._stage(_near_end(source), far, pieces, "write", deadline, moved, _keyed(target))
+        self._reach(
+            source,
+            target,
+            pieces,
+            priority,
+            self._track(handle, signal),
+            write=True,
+            deadline=deadline,
+        )
         return handle
 
     def read(
@@ -126,11 +146,17 @@ class Staging:
             offer = self._local.find(source, Access.READ, pieces.source_offsets, pieces.lengths)
             moved = self._track(handle, _nothing)
             shifted = _shift(pieces, offer.offset, 0)
-            self._move(offer.region, target, shifted, "read", deadline, moved)
+            self.move(offer.region, target, shifted, "read", deadline, moved)
         else:
-            far = self._far_end(peer, source, priority)
-            near, moved = _near_end(target), self._track(handle, _nothing)
-            self._stage(far, near, pieces, "read", deadline, moved, _keyed(source))
+            self._reach(
+                target,
+                source,
+                pieces,
+                priority,
+                self._track(handle, _nothing),
+                write=False,
+                deadline=deadline,
+            )
         return handle
 
     def on_frame(self, link: PeerLink, kind: ControlKind, content: bytes) -> None:
@@ -151,8 +177,13 @@ class Staging:
             handle.finish(handle.timed_out())
 
     def forget(self, peer: str) -> None:
-        """Free what a lost peer could access."""
+        """Free what a lost peer could access, and what was open of it."""
         self._bounces.forget(peer)
+        self._windows.forget(peer)
+
+    def drop(self, peer: str, token: bytes) -> None:
+        """Forget a key that a peer has withdrawn."""
+        self._windows.drop(peer, token)
 
     def withdrawn(self, token: bytes) -> None:
         """Wait until what a peer was doing under a withdrawn key has ended."""
@@ -167,6 +198,8 @@ class Staging:
         if all(ended):
             self._bounces.close()
             self._service.bounces.close()
+        self._windows.close()
+        self.devices.close()
 
     def _track(self, handle: Transfer, then: Callable[[], None]) -> Done:
         """Return what ends `handle`: `then`, if its bytes are in place, and the news."""
@@ -184,7 +217,7 @@ class Staging:
 
         return moved
 
-    def _move(
+    def move(
         self,
         source: Region,
         target: Region,
@@ -195,31 +228,63 @@ class Staging:
     ) -> None:
         """Move within this process; offsets count from the regions."""
         if isinstance(source, StorageRegion) and isinstance(target, StorageRegion):
-            ends = StorageEnd(source.storage), StorageEnd(target.storage)
-            self._stage(*ends, pieces, operation, deadline, done)
+            ours, theirs = source.storage, target.storage
+            if isinstance(ours, CudaMemory) and ours.reaches(theirs):
+                ours.move_to(theirs, pieces, deadline, done)
+                return
+            work = self.staged(StorageEnd(ours), StorageEnd(theirs), pieces, deadline)
+            self._own_queue().submit(work, operation, deadline, done)
         elif isinstance(source, StorageRegion):
             source.storage.fetch(target.array, pieces, deadline, done)
         else:
             assert isinstance(target, StorageRegion)
             target.storage.store(source.array, pieces, deadline, done)
 
-    def _stage(
-        self,
-        source: End,
-        target: End,
-        pieces: Pieces,
-        operation: str,
-        deadline: float,
-        done: Done,
-        peer: str = "",
-    ) -> None:
+    def staged(
+        self, source: End, target: End, pieces: Pieces, deadline: float, peer: str = ""
+    ) -> StagedWork:
+        """Return the work of moving pieces from one end to the other, through buffers."""
         steps = cut(pieces, slice_bytes=BUFFER_BYTES, slice_pieces=PIECES_MAX)
-        work = StagedWork(self._bounces, source, target, steps, peer=peer, deadline=deadline)
-        self._own_queue().submit(work, operation, deadline, done)
+        return StagedWork(self._bounces, source, target, steps, peer=peer, deadline=deadline)
+
+    def _reach(
+        self,
+        own: Region,
+        key: RegionKey,
+        pieces: Pieces,
+        priority: Priority | None,
+        done: Done,
+        *,
+        write: bool,
+        deadline: float,
+    ) -> None:
+        """Move between a region of ours and a peer's window."""
+        ends = near_end(own), self._far_end(key.owner, key, priority)
+        source, target = ends if write else ends[::-1]
+        peer = "" if key.kind == "host" else key.owner
+        work: Work = self.staged(source, target, pieces, deadline, peer)
+        same_host = self._table.ready(key.owner).backend == "shared_memory"
+        if same_host and key.kind.startswith("cuda") and Access(key.rights) == BOTH:
+            work = OpenedWork(self, own, key, pieces, work, write=write, deadline=deadline)
+        self._own_queue().submit(work, "write" if write else "read", deadline, done)
+
+    def open_window(self, key: RegionKey, deadline: float) -> StorageRegion:
+        """Open a peer's device memory here; waits.
+
+        Raises:
+            DeviceUnavailable, StorageFailed, AccessRefused: it is not to be had here.
+        """
+        memory = self._windows.get(
+            key.owner,
+            key.token,
+            key.nbytes,
+            lambda: self._asking.ask(AskKind.PLACE, key, deadline),
+        )
+        return StorageRegion(memory)
 
     def _far_end(self, peer: str, key: RegionKey, priority: Priority | None) -> End:
         self._table.ready(peer)
-        if _keyed(key):
+        if key.kind != "host":
             return PeerStorageEnd(self._asking, key)
         return PeerEnd(self._moves, peer, key, priority)
 
@@ -231,7 +296,7 @@ class Staging:
         deadline: float,
         priority: Priority | None,
     ) -> None:
-        if _keyed(target):
+        if target.kind != "host":
             self._asking.ask(AskKind.SIGNAL, target, deadline, immediate=immediate)
             return
         nothing = Region(torch.zeros(1, dtype=torch.uint8))
@@ -268,15 +333,6 @@ def _closed(name: str, operation: str) -> EngineClosed:
 
 def _nothing() -> None:
     """What follows a read."""
-
-
-def _keyed(key: RegionKey) -> str:
-    """The peer that needs a key to our buffer: the owner of a storage."""
-    return "" if key.kind == "host" else key.owner
-
-
-def _near_end(region: Region) -> End:
-    return StorageEnd(region.storage) if isinstance(region, StorageRegion) else HostEnd(region)
 
 
 def _shift(pieces: Pieces, source: int, target: int) -> Pieces:

@@ -23,14 +23,18 @@ from transfer.region import TOKEN_BYTES, RegionKey
 # Of one ask. An ask moves at most one buffer.
 PIECES_MAX: Final = 4096
 REASON_MAX: Final = 500
+CONTENT_MAX: Final = 512
 
 
 class AskKind(IntEnum):
-    """What is asked for: window to buffer, buffer to window, or an immediate to be counted."""
+    """What is asked for: window to buffer, buffer to window, an immediate to be counted, or the
+    place of device memory, to copy to and from it without the owner.
+    """
 
     READ = 1
     WRITE = 2
     SIGNAL = 3
+    PLACE = 4
 
 
 class AnswerKind(IntEnum):
@@ -54,7 +58,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
         id: of the requester's choice; the answer carries it.
         kind: of `AskKind`.
         token: names the owner's window.
-        key: opens the requester's buffer to the owner; b"" with a signal.
+        key: opens the requester's buffer to the owner; b"" where nothing is moved.
         offsets: [N] int64 little-endian, in the window.
         lengths: [N] int64 little-endian; packed in the buffer in this order.
         immediate: to be counted; 0 without a signal.
@@ -105,11 +109,13 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         id: of the ask.
         kind: of `AnswerKind`.
         reason: in words, of a failure.
+        content: the place that was asked for.
     """
 
     id: int
     kind: AnswerKind
     reason: Annotated[str, msgspec.Meta(max_length=REASON_MAX)] = ""
+    content: Annotated[bytes, msgspec.Meta(max_length=CONTENT_MAX)] = b""
 
 
 _ask_decoder = msgspec.msgpack.Decoder(Ask)

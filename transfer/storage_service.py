@@ -17,10 +17,13 @@ from typing import Final
 
 import numpy as np
 
+from transfer.backends.cuda_ipc import place_of
+from transfer.backends.cuda_memory import CudaMemory
 from transfer.batch_queue import BatchQueue
 from transfer.bounce import BUFFER_BYTES, Bounce, Bounces, PeerEnd, PeerMoves, StorageEnd
 from transfer.errors import (
     AccessRefused,
+    DeviceUnavailable,
     PeerLost,
     ProtocolViolation,
     RegionUnknown,
@@ -76,8 +79,11 @@ class Asking:
         offsets: Ints = ONE[:0],
         lengths: Ints = ONE[:0],
         immediate: int = 0,
-    ) -> None:
+    ) -> bytes:
         """Ask the owner of `target`, and wait for the answer. Not on the engine's thread.
+
+        Returns:
+            The content of the answer.
 
         Raises:
             AccessRefused, RegionUnknown: the owner refuses.
@@ -99,7 +105,8 @@ class Asking:
             )
             answer = self._exchange(target.owner, message, deadline)
             if answer is not None and answer.kind is not AnswerKind.BUSY:
-                return _raise_refusal(target.owner, kind, answer)
+                _raise_refusal(target.owner, kind, answer)
+                return answer.content
             if time.monotonic() + BUSY_PAUSE_S > deadline:
                 raise TransferTimeout(
                     target.owner, kind.name.lower(), elapsed_s=time.monotonic() - started
@@ -238,6 +245,8 @@ class StorageService:
         needed = Access.READ if ask.kind is AskKind.READ else Access.WRITE
         if needed not in offer.access:
             self._answer(link, ask, AnswerKind.NO_RIGHT)
+        elif ask.kind is AskKind.PLACE:
+            self._tell_place(link, ask, offer)
         elif ask.kind is AskKind.SIGNAL:
             self._board.count(link.name, [ask.immediate])
             self._answer(link, ask, AnswerKind.DONE)
@@ -252,6 +261,20 @@ class StorageService:
         """Wait until nothing that was begun under a withdrawn key is under way any more."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._used[token], timeout_s)
+
+    def _tell_place(self, link: PeerLink, ask: Ask, offer: Offer) -> None:
+        """Who knows the place can read and write it, so only who may do both is told."""
+        assert isinstance(offer.region, StorageRegion)
+        storage = offer.region.storage
+        if offer.access != Access.READ | Access.WRITE or not isinstance(storage, CudaMemory):
+            self._answer(link, ask, AnswerKind.NO_RIGHT)
+            return
+        try:
+            content = place_of(storage, offer.offset).encode()
+        except DeviceUnavailable as error:
+            self._answer(link, ask, AnswerKind.FAILED, str(error))
+            return
+        self._answer(link, ask, AnswerKind.DONE, content=content)
 
     def _serve(self, link: PeerLink, ask: Ask, offer: Offer) -> None:
         pieces = ask.pieces(BUFFER_BYTES)
@@ -272,8 +295,16 @@ class StorageService:
         except TransferError as error:
             self._answer(link, ask, AnswerKind.FAILED, str(error))
 
-    def _answer(self, link: PeerLink, ask: Ask, kind: AnswerKind, reason: str = "") -> None:
-        answer = Answer(ask.id, kind, reason[:REASON_MAX])
+    def _answer(
+        self,
+        link: PeerLink,
+        ask: Ask,
+        kind: AnswerKind,
+        reason: str = "",
+        *,
+        content: bytes = b"",
+    ) -> None:
+        answer = Answer(ask.id, kind, reason[:REASON_MAX], content)
         link.control.send(encode_control(ControlKind.STORAGE_ANSWER, encode(answer)))
 
 
