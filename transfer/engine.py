@@ -26,7 +26,7 @@ from transfer.region import Access, OfferTable, Region, RegionKey, make_offer
 from transfer.rendezvous import Rendezvous
 from transfer.staging import Staging
 from transfer.statistics import Tally, TransferStatistics
-from transfer.storage import Storage, make_region
+from transfer.storage import Storage
 from transfer.wire import ControlKind, encode_control
 
 # How long a peer that knows addresses of ours is waited for when they are withdrawn.
@@ -168,7 +168,7 @@ class TransferEngine(Movement, Arrivals):
             ValueError: not contiguous, or on a device that is not supported.
             DeviceUnavailable: this process cannot use that device.
         """
-        return make_region(memory)
+        return self._staging.register(memory)
 
     def release(self, region: Region) -> bool:
         """Withdraw every key of a region; idempotent. The memory is not touched.

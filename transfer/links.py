@@ -317,6 +317,7 @@ class Links:
         elif kind is ControlKind.WITHDRAWN:
             link.windows.drop(content)
             link.locations.drop(content)
+            self.staging.drop(link.name, content)
         elif kind is ControlKind.LOCATE:
             self._tell_address(link, content)
         elif kind is ControlKind.LOCATED:
