@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import select
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from transfer.errors import EngineClosed
 
@@ -27,6 +26,13 @@ READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
 
 T = TypeVar("T")
+
+
+class HasFileno(Protocol):
+    """A socket, or what owns one."""
+
+    def fileno(self) -> int:
+        """The descriptor; -1 once closed."""
 
 
 class EventLoop:
@@ -124,17 +130,17 @@ class EventLoop:
         self.call(answer)
         return future.result(timeout_s)
 
-    def watch(self, sock: socket.socket, handler: Callable[[int], None], events: int) -> None:
+    def watch(self, sock: HasFileno, handler: Callable[[int], None], events: int) -> None:
         """Call `handler(events)` whenever the socket is ready. Level-triggered."""
         self._handlers[sock.fileno()] = handler
         self._epoll.register(sock.fileno(), events)
 
-    def change(self, sock: socket.socket, events: int) -> None:
+    def change(self, sock: HasFileno, events: int) -> None:
         """Wait for other events. A socket that is not watched (any more) is ignored."""
         if sock.fileno() in self._handlers:
             self._epoll.modify(sock.fileno(), events)
 
-    def unwatch(self, sock: socket.socket) -> None:
+    def unwatch(self, sock: HasFileno) -> None:
         """Forget a socket. Call it before the socket is closed; idempotent."""
         if self._handlers.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock.fileno())

@@ -655,7 +655,7 @@ static void close_descriptor(Lane *lane)
     lane->input.fd = -1;
 }
 
-static short enter_poll(Lane *lane, int *fd)
+static short enter_poll(Lane *lane, int *fd, bool *busy)
 {
     short events = 0;
     pthread_mutex_lock(&lane->mutex);
@@ -663,7 +663,9 @@ static short enter_poll(Lane *lane, int *fd)
     if (!lane->closed) {
         lane->users++;
         *fd = lane->input.fd;
-        events = (short)((lane->in_flight ? POLLIN : 0) | (lane->sending ? POLLOUT : 0));
+        /* An idle one is looked at too: the other side may have closed it. */
+        events = (short)(POLLIN | (lane->sending ? POLLOUT : 0));
+        *busy |= lane->in_flight != 0;
     }
     pthread_mutex_unlock(&lane->mutex);
     return events;
@@ -974,15 +976,15 @@ static int progress_lanes(Lane **lanes, int count, int64_t timeout_ns, Finished 
         int64_t left = timeout_ns ? deadline - now_ns() : 0;
         if (left < 0)
             left = 0;
-        int usable = 0, busy = 0;
+        int usable = 0;
+        bool busy = false;
         for (int i = 0; i < count; i++) {
-            polled[i].events = enter_poll(lanes[i], &polled[i].fd);
+            polled[i].events = enter_poll(lanes[i], &polled[i].fd, &busy);
             polled[i].revents = 0;
             usable += polled[i].fd >= 0;
-            busy += polled[i].fd >= 0 && polled[i].events != 0;
         }
         int ready = 0;
-        if (busy) {
+        if (busy || !timeout_ns) {
             struct timespec span = {left / 1000000000, left % 1000000000};
             ready = ppoll(polled, (nfds_t)count, &span, NULL);
         }

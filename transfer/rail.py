@@ -83,10 +83,19 @@ class RailLink(Protocol):
     def progress(self, timeout_s: float) -> bool:
         """Let a thread that waits for a slice of this link move its bytes, until something ended.
 
-        One thread at a time does; when it leaves, the engine's thread serves the link again.
+        One thread at a time leads, from its first call until it calls `leave`.
 
         Returns:
             False, at once, if another thread is at it, or if threads cannot help.
+        """
+
+    def leave(self) -> None:
+        """End the lead of the calling thread, if it has it: the engine's thread takes over."""
+
+    def suspect(self, evidence: str) -> None:
+        """Nothing has come to its end for too long while another rail is well. Never waits.
+
+        A link whose late writes would land ends, and tells the sink what was lost with it.
         """
 
     def give_up(self, slices: Sequence[Slice]) -> Sequence[Slice]:

@@ -61,7 +61,7 @@ class RailOpener:
                 return
             done(TcpRail(
                 rail, sock, self._loop, sink, self._tally,
-                num_connections=self._config.tcp_connections,
+                num_bulk=self._config.tcp_connections,
                 dial=partial(self._dial, peer, rail),
             ))  # fmt: skip
 

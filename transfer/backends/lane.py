@@ -196,9 +196,8 @@ class PythonLane:
         return finished
 
     def wanted_events(self) -> int:
-        """What to poll for."""
-        reading = select.POLLIN if self._jobs else 0
-        return reading | (select.POLLOUT if self._unsent else 0)
+        """What to poll for; an idle one too, because the other side may close it."""
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def _send(self) -> None:
         try:
@@ -292,9 +291,9 @@ def python_progress(lanes: Sequence[PythonLane], timeout_s: float, /) -> list[Fi
         usable = {lane.fileno(): lane for lane in lanes if lane.evidence is None}
         for fd, lane in usable.items():
             poll.register(fd, lane.wanted_events())
-        busy = any(lane.wanted_events() for lane in usable.values())
+        busy = any(lane.in_flight for lane in usable.values())
         remaining = deadline - time.monotonic()
-        ready = poll.poll(max(remaining, 0.0) * 1000) if busy else []
+        ready = poll.poll(max(remaining, 0.0) * 1000) if busy or timeout_s <= 0 else []
         finished = [f for fd, events in ready for f in usable[fd].move(events)]
         broken = any(lane.evidence is not None for lane in lanes)
         if finished or broken or not busy or remaining <= 0:

@@ -1,182 +1,53 @@
-"""The requesting half of data connections: slices of our writes and reads, sent to the owner.
+"""The rail over sockets: lanes for urgent and for bulk slices, and who moves their bytes.
 
-A peer has several connections, opened at the first use, each with a few slices in flight. When
-one breaks while the peer lives, its unfinished slices go out again over another; the owner drops
-what it already has. Same-host peers use the same code over unix sockets, to map memory and for
-memory that cannot be mapped.
+A lane's bytes are moved by the thread that waits for them, if there is one, so that a small round
+trip needs no other thread of ours: it *leads*. Otherwise the engine's thread does. Small requests
+leave in the thread that posts them. Same-host peers use the same code over unix sockets, to map
+memory and for memory that cannot be mapped.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, cast
 
-from transfer.errors import (
-    ProtocolViolation,
-)
-from transfer.event_loop import EventLoop
-from transfer.landing import Landing, gather, scatter, spread
+from transfer.backends.lane import Finished, LaneLike, make_lane, progress
+from transfer.event_loop import READABLE, WRITABLE, EventLoop
+from transfer.pieces import Ints
 from transfer.rail import RailName, SliceSink
-from transfer.slices import Operation, Slice
+from transfer.slices import Slice
 from transfer.statistics import Tally
 from transfer.stream import Stream
-from transfer.wire import (
-    PLACE,
-    REPLY,
-    Reply,
-    Request,
-    RequestKind,
-    Status,
-    encode_pieces,
-    parse_reply,
-)
+from transfer.wire import HAS_IMMEDIATE, MAGIC, REQUEST, RequestKind, Status
 
-logger = logging.getLogger(__name__)
-
-SLICES_IN_FLIGHT: Final = 4
-OPERATIONS_MAX: Final = 256
+# Requests of one lane without an answer.
+LANE_SLICES: Final = 64
 REDIAL_S: Final = 0.05
-TURN_BYTES: Final = 4 << 20
+STATUSES: Final = tuple(Status)
+
+Dial = Callable[[Callable[[socket.socket | None], None]], None]
 
 
-class RequestConnection:
-    """One data connection to the owner. `send` from any thread under the rail's lock."""
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A lane in its rail. `interest` is what the engine's thread waits for."""
 
-    def __init__(self, sock: socket.socket, loop: EventLoop, rail: TcpRail) -> None:
-        self._rail = rail
-        self._descriptors = sock.family == socket.AF_UNIX
-        self.in_flight: dict[tuple[int, int], Slice] = {}
-        self.stream = Stream(
-            sock,
-            loop,
-            on_readable=self._on_readable,
-            on_broken=self._on_broken,
-            outbox_bytes_max=1 << 62,  # bounded by the slices in flight
-        )
-        self._await_reply()
-
-    def send(self, part: Slice) -> None:
-        """Send one slice."""
-        operation, pieces = part.operation, part.pieces
-        write = operation.kind is RequestKind.WRITE
-        request = Request(
-            kind=operation.kind,
-            transfer_id=operation.transfer_id,
-            oldest=part.oldest,
-            slice_idx=part.idx,
-            num_slices=operation.num_slices,
-            num_pieces=len(pieces),
-            nbytes=part.nbytes,
-            immediate=operation.immediate,
-            token=operation.token,
-        )
-        remote = pieces.target_offsets if write else pieces.source_offsets
-        head = request.encode() + encode_pieces(remote, pieces.lengths)
-        payload: list[memoryview] = []
-        if write and operation.region is not None:
-            payload = gather(operation.region.array, pieces.source_offsets, pieces.lengths)
-        self.in_flight[part.key] = part
-        self.stream.send([head, *payload])
-
-    def close(self) -> None:
-        """Close without resending; what the kernel still holds is thrown away."""
-        self.stream.close(abort=True)
-        self._drop_descriptor()
-
-    def _on_broken(self, evidence: str) -> None:
-        self._drop_descriptor()
-        self._rail.on_broken(self, evidence)
-
-    def _drop_descriptor(self) -> None:
-        if self._landing.descriptor >= 0:
-            os.close(self._landing.descriptor)
-            self._landing.descriptor = -1
-
-    def _await_reply(self) -> None:
-        header = bytearray(REPLY.size)
-        self._landing = Landing([memoryview(header)])
-        self._then: Callable[[], None] = lambda: self._on_header(header)
-
-    def _on_readable(self) -> None:
-        budget = TURN_BYTES
-        try:
-            while budget > 0 and not self.stream.closed:
-                received = self._landing.receive(self.stream.sock, descriptors=self._descriptors)
-                if not received:
-                    self.stream.broken("closed by the other side")
-                    return
-                budget -= received
-                while not self._landing.remaining and not self.stream.closed:
-                    self._then()
-        except BlockingIOError:
-            pass
-        except ProtocolViolation as error:
-            self._rail.tally.count("malformed")
-            self.stream.broken(str(error))
-        except OSError as error:
-            self.stream.broken(f"receive failed: {error}")
-
-    def _on_header(self, header: bytearray) -> None:
-        reply = parse_reply(bytes(header))
-        descriptor = self._landing.descriptor
-        found = self.in_flight.get((reply.transfer_id, reply.slice_idx))
-        if found is None:
-            raise ProtocolViolation(f"reply to slice {reply.slice_idx} that was not asked for")
-        operation = found.operation
-        expected = 0
-        if reply.status is Status.OK and operation.kind is RequestKind.READ:
-            expected = found.nbytes
-        elif reply.status is Status.OK and operation.kind is RequestKind.MAP:
-            expected = PLACE.size
-        mapping = operation.kind is RequestKind.MAP and reply.status is Status.OK
-        if reply.nbytes != expected or (descriptor >= 0) != mapping:
-            raise ProtocolViolation(f"reply of {reply.nbytes} bytes, expected {expected}")
-        if expected and operation.kind is RequestKind.READ:
-            self._land(reply, found)
-        elif expected:
-            self._take_place(reply, operation, descriptor)
-        else:
-            self._finish(reply)
-
-    def _land(self, reply: Reply, part: Slice) -> None:
-        pieces, region = part.pieces, part.operation.region
-        assert region is not None
-        memory = region.array
-        places, packed = scatter(memory, pieces.target_offsets, pieces.lengths)
-
-        def landed() -> None:
-            if packed is not None:
-                spread(memory, packed, pieces.target_offsets, pieces.lengths)
-            self._finish(reply)
-
-        self._landing, self._then = Landing(places), landed
-
-    def _take_place(self, reply: Reply, operation: Operation, descriptor: int) -> None:
-        place = bytearray(PLACE.size)
-
-        def placed() -> None:
-            operation.place = (descriptor, *PLACE.unpack(place))
-            self._landing.descriptor = -1  # the operation owns it now
-            self._finish(reply)
-
-        self._landing, self._then = Landing([memoryview(place)]), placed
-        self._landing.descriptor = descriptor
-
-    def _finish(self, reply: Reply) -> None:
-        self._await_reply()
-        self._rail.on_reply(self, reply)
+    lane: LaneLike
+    urgent: bool
+    interest: int
 
 
 class TcpRail:
-    """A rail made of several connections, opened as they are needed.
+    """A link made of several lanes, opened as they are needed. Thread-safe.
 
     Args:
         sock: the first connection.
+        num_bulk: lanes for bulk traffic, beside one for urgent traffic.
         dial: opens another one, and calls back on the engine's thread with the socket or None.
     """
 
@@ -191,111 +62,197 @@ class TcpRail:
         sink: SliceSink,
         tally: Tally,
         *,
-        num_connections: int,
-        dial: Callable[[Callable[[socket.socket | None], None]], None],
+        num_bulk: int,
+        dial: Dial,
     ) -> None:
         self.rail = rail
-        self.tally = tally
+        self._tally = tally
         self._loop = loop
         self._sink = sink
         self._dial = dial
-        self._num_connections = num_connections
+        self._num_bulk = num_bulk
         self._lock = threading.RLock()
-        self._connections: list[RequestConnection] = []
+        self._entries: list[_Entry] = []
+        self._carried: dict[Slice, _Entry] = {}
+        self._leader = 0  # identity of a thread
         self._dialing = False
         self._redial_at = 0.0
         self._closed = False
-        self._add(sock)
+        self._first: socket.socket | None = sock  # becomes the lane of whoever comes first
 
     def room(self, urgent: bool) -> int:
         """How many slices it would take now."""
         with self._lock:
-            room = sum(SLICES_IN_FLIGHT - len(c.in_flight) for c in self._connections)
-            if room <= 0:
-                self._open_another()
-            return room
+            lanes = 1 if urgent else max(sum(not e.urgent for e in self._entries), 1)
+            carried = sum(e.lane.in_flight for e in self._entries if e.urgent == urgent)
+            return LANE_SLICES * lanes - carried
 
     def post(self, part: Slice) -> None:
-        """Send a slice over the least busy connection."""
+        """Send a slice over the least busy lane of its kind."""
         with self._lock:
-            connection = min(self._connections, key=lambda c: len(c.in_flight))
-            connection.send(part)
-            if len(connection.in_flight) > 1:
-                self._open_another()
+            entry = self._choose(part.urgent)
+            if entry is not None and self._send(entry.lane, part):
+                self._carried[part] = entry
+                if entry.lane.unsent and self._leader != threading.get_ident():
+                    self._watch(entry, READABLE | WRITABLE)
+                return
+        # The link is breaking: whoever finds out will say so, but not about this slice.
+        self._loop.call(lambda: self._sink.failed(self, [part], "no lane"))
 
     def progress(self, timeout_s: float) -> bool:
-        """The engine's thread receives the replies."""
-        return False
+        """Lead: move the bytes of all lanes until something ended. See `leave`."""
+        me = threading.get_ident()
+        with self._lock:
+            if self._leader not in (0, me) or self._closed or not self._carried:
+                return False
+            self._leader = me
+            entries = [entry for entry in self._entries if entry.lane.in_flight]
+            for entry in entries:
+                self._watch(entry, 0)
+        self._report(progress([e.lane for e in entries], timeout_s), entries)
+        return True
+
+    def leave(self) -> None:
+        """End the lead of the calling thread, if it has it: the engine's thread takes over."""
+        with self._lock:
+            if self._leader == threading.get_ident():
+                self._leader = 0
+                for entry in self._entries:
+                    self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+
+    def suspect(self, evidence: str) -> None:
+        """Nothing to do: the owner drops what comes a second time."""
 
     def give_up(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Abort the connections that carry any of these. On the engine's thread."""
-        lost = []
+        """Reset the lanes that carry any of these."""
         with self._lock:
-            for connection in list(self._connections):
-                if any(connection.in_flight.get(part.key) is part for part in slices):
-                    connection.close()
-                    self._connections.remove(connection)
-                    lost += [p for p in connection.in_flight.values() if p not in slices]
-                    connection.in_flight.clear()
-            if not self._connections and not self._closed:
+            hit = {self._carried[part] for part in slices if part in self._carried}
+            lost = [part for entry in hit for part in self._remove(entry) if part not in slices]
+            if hit and not self._entries and not self._closed:
                 self._loop.call(lambda: self._sink.broken(self, "its operations were given up"))
+                self._closed = True
         return lost
 
     def close(self) -> None:
-        """Close all connections; what the kernel still holds is thrown away."""
+        """Reset all lanes."""
         with self._lock:
             self._closed = True
-            for connection in self._connections:
-                connection.close()
-            self._connections.clear()
+            if self._first is not None:
+                Stream.discard(self._first)
+                self._first = None
+            for entry in list(self._entries):
+                self._remove(entry)
 
     def abandon(self) -> None:
         """Close the descriptors only."""
-        for connection in self._connections:
-            connection.stream.sock.close()
+        if self._first is not None:
+            self._first.close()
+        for entry in self._entries:
+            entry.lane.abandon()
 
-    def on_reply(self, connection: RequestConnection, reply: Reply) -> None:
-        """One slice was answered."""
-        with self._lock:
-            part = connection.in_flight.pop((reply.transfer_id, reply.slice_idx))
-        self._sink.done(self, [(part, reply.status)])
+    def _choose(self, urgent: bool) -> _Entry | None:
+        if self._first is not None:
+            sock, self._first = self._first, None
+            self._add(sock, urgent)
+        own = [entry for entry in self._entries if entry.urgent == urgent]
+        chosen = min(own or self._entries, key=lambda entry: entry.lane.in_flight, default=None)
+        wanted = 1 if urgent else self._num_bulk
+        busy = chosen is not None and chosen.lane.in_flight > 1
+        if not own or (busy and len(own) < wanted):
+            self._open_another(urgent)
+        return chosen
 
-    def on_broken(self, connection: RequestConnection, evidence: str) -> None:
-        """A connection broke."""
+    def _send(self, lane: LaneLike, part: Slice) -> bool:
+        operation, pieces = part.operation, part.pieces
+        writes = operation.kind is RequestKind.WRITE
+        immediate = operation.immediate
+        header = REQUEST.pack(
+            MAGIC, operation.kind, 0 if immediate is None else HAS_IMMEDIATE, part.idx,
+            operation.num_slices, len(pieces), immediate or 0, part.nbytes,
+            operation.transfer_id, part.oldest, operation.token,
+        )  # fmt: skip
+        ours, theirs = pieces.source_offsets, pieces.target_offsets
+        if not writes:
+            ours, theirs = theirs, ours
+        table = _little_endian(theirs) + _little_endian(pieces.lengths)
+        base = 0 if operation.region is None else operation.region.start
+        return lane.post(part, header + table, writes, base, ours, pieces.lengths)
+
+    def _on_event(self, entry: _Entry, events: int) -> None:
+        """The engine's thread: a lane is ready, and nobody leads (or it has ended)."""
+        self._report(progress([entry.lane], 0.0), [entry])
         with self._lock:
-            if connection in self._connections:
-                self._connections.remove(connection)
-            lost = list(connection.in_flight.values())
-            connection.in_flight.clear()
+            led = self._leader and entry.lane.in_flight
+            unsent = WRITABLE if entry.lane.unsent else 0
+            if entry in self._entries:
+                self._watch(entry, 0 if led else READABLE | unsent)
+
+    def _report(self, finished: Sequence[Finished], entries: Iterable[_Entry]) -> None:
+        if finished:
+            done = []
+            with self._lock:
+                for item, status, place in finished:
+                    part = cast("Slice", item)
+                    part.operation.place = place or part.operation.place
+                    self._carried.pop(part, None)
+                    done.append((part, STATUSES[status]))
+            self._sink.done(self, done)
+        for entry in entries:
+            evidence = entry.lane.evidence
+            if evidence is not None:
+                self._on_broken(entry, evidence)
+
+    def _on_broken(self, entry: _Entry, evidence: str) -> None:
+        with self._lock:
+            if entry not in self._entries:
+                return
+            if evidence.startswith("malformed"):
+                self._tally.count("malformed")
+            lost = self._remove(entry)
             self._redial_at = time.monotonic() + REDIAL_S
-            over = not self._connections
+            over = not self._entries and not self._closed
+            self._closed = self._closed or over
+        if lost or not over:
+            self._sink.failed(self, lost, evidence)
         if over:
-            self._sink.failed(self, lost, evidence)
-            self.close()
             self._sink.broken(self, evidence)
-        else:
-            self._sink.failed(self, lost, evidence)
 
-    def _add(self, sock: socket.socket) -> None:
-        connection = RequestConnection(sock, self._loop, self)
-        connection.stream.open()
-        self._connections.append(connection)
+    def _add(self, sock: socket.socket, urgent: bool) -> None:
+        entry = _Entry(make_lane(sock.detach()), urgent, READABLE)
+        self._entries.append(entry)
+        self._loop.watch(entry.lane, partial(self._on_event, entry), READABLE)
 
-    def _open_another(self) -> None:
-        full = len(self._connections) + self._dialing >= self._num_connections
-        if full or self._dialing or self._closed or time.monotonic() < self._redial_at:
+    def _remove(self, entry: _Entry) -> list[Slice]:
+        self._entries.remove(entry)
+        self._loop.unwatch(entry.lane)
+        lost = cast("list[Slice]", entry.lane.close())
+        for part in lost:
+            self._carried.pop(part, None)
+        return lost
+
+    def _watch(self, entry: _Entry, interest: int) -> None:
+        if entry.interest != interest:
+            entry.interest = interest
+            self._loop.change(entry.lane, interest)
+
+    def _open_another(self, urgent: bool) -> None:
+        if self._dialing or self._closed or time.monotonic() < self._redial_at:
             return
         self._dialing = True
-        self._loop.call(lambda: self._dial(self._on_dialed))
+        self._loop.call(lambda: self._dial(partial(self._on_dialed, urgent)))
 
-    def _on_dialed(self, sock: socket.socket | None) -> None:
+    def _on_dialed(self, urgent: bool, sock: socket.socket | None) -> None:
         with self._lock:
             self._dialing = False
             if sock is None:
                 self._redial_at = time.monotonic() + REDIAL_S
                 return
-            if self._closed or not self._connections:
+            if self._closed:
                 Stream.discard(sock)
                 return
-            self._add(sock)
+            self._add(sock, urgent)
         self._sink.done(self, [])  # there is room
+
+
+def _little_endian(numbers: Ints) -> bytes:
+    return numbers.astype("<i8", copy=False).tobytes()
