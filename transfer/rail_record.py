@@ -32,6 +32,7 @@ class RailRecord:
         name: which way; None until it was open once.
         open: whether a link stands.
         opening: whether one is being made.
+        repeats: whether its slices may be sent elsewhere while they are still under way here.
         state: its health.
         out: slices under way, in order of posting.
         out_bytes: their bytes.
@@ -48,6 +49,7 @@ class RailRecord:
     name: RailName | None = None
     open: bool = False
     opening: bool = False
+    repeats: bool = True
     state: RailState = RailState.HEALTHY
     out: dict[Slice, None] = field(default_factory=dict)
     out_bytes: int = 0

@@ -24,7 +24,7 @@ from transfer.priority import Priority
 from transfer.rail import RailLink
 from transfer.rail_record import RailRecord
 from transfer.region import Region
-from transfer.slices import Operation, Slice, slice_operation
+from transfer.slices import Operation, Slice, add_signal, slice_operation
 from transfer.spray import SprayCore
 from transfer.statistics import RailStatistics, Tally
 from transfer.wire import SLICE_PIECES, RequestKind, Status
@@ -48,6 +48,7 @@ class Requests:
         open_rail: makes a link over a rail: (index, callback), and calls back on the engine's
             thread with the link or with None. Called on the engine's thread.
         shares: weights of the classes of traffic.
+        orders_immediates: whether the rails' links do.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class Requests:
         prefer: Callable[[Region], tuple[tuple[int, ...], ...]],
         shares: Mapping[Priority, float],
         open_rail: Callable[[int, Callable[[RailLink | None], None]], None],
+        orders_immediates: bool = True,
     ) -> None:
         self._peer = peer
+        self._orders_immediates = orders_immediates
         self._loop = loop
         self._open_rail = open_rail
         # None where there is nothing to choose.
@@ -91,6 +94,8 @@ class Requests:
             slice_operation(
                 operation, pieces, slice_bytes=core.slice_bytes, slice_pieces=SLICE_PIECES
             )
+            if not self._orders_immediates:
+                add_signal(operation)
             core.add(operation)
             if operation.num_slices == 1:
                 part = operation.slices[0]
@@ -128,6 +133,9 @@ class Requests:
             ended = [self._end(op, op.handle.timed_out()) for op in core.late(now)]
             for rail, again in core.find_stalled(now):
                 self._tell(rail, "no progress", again)
+                link = self._links[rail.idx]
+                if link is not None:
+                    link.suspect("no progress")
             for rail in core.find_dead(now):
                 self._drop_link(rail)
                 core.close_rail(rail)
@@ -265,6 +273,7 @@ class Requests:
                 return
             rail.name = link.rail
             self._links[rail.idx] = link
+            rail.repeats = link.drops_late_writes
             self._core.opened(rail)
             self._pump(now)
 
@@ -332,7 +341,8 @@ class Requests:
     def _tell(self, rail: RailRecord, evidence: str, again: Sequence[Slice]) -> None:
         logger.info("rail %s to %s: %s, %s slices sent again",
                     rail.name, self._peer, evidence, len(again))  # fmt: skip
-        self.tally.add("tcp", resends=len(again))
+        over_verbs = rail.name is not None and rail.name.backend == "verbs"
+        self.tally.add("verbs" if over_verbs else "tcp", resends=len(again))
 
     def _describe_loss(self, operation: Operation, error: TransferError) -> TransferError:
         if not isinstance(error, PeerLost):

@@ -32,6 +32,8 @@ class Operation:
         priority: its class of traffic.
         transfer_id: unique per peer, ascending; given when it is submitted.
         slices: all of it, in order of `idx`.
+        signal: the last of the slices, empty, which carries the immediate of the others over
+            rails that do not order it by themselves; it goes out when they are done.
         num_finished: how many slices are done.
         place: of a map request that succeeded: descriptor, offset and size.
         queued_at: `time.monotonic` of its submission.
@@ -47,6 +49,7 @@ class Operation:
     priority: Priority = Priority.ACTIVATIONS
     transfer_id: int = 0
     slices: list[Slice] = field(default_factory=list)
+    signal: Slice | None = None
     num_finished: int = 0
     place: tuple[int, int, int] | None = None
     queued_at: float = 0.0
@@ -108,6 +111,13 @@ def slice_operation(
         return
     parts = cut(pieces, slice_bytes=slice_bytes, slice_pieces=slice_pieces)
     operation.slices = [Slice(operation, i, part, part.nbytes) for i, part in enumerate(parts)]
+
+
+def add_signal(operation: Operation) -> None:
+    """Let the immediate of an operation of several slices follow them in a slice of its own."""
+    if operation.immediate is not None and operation.num_slices > 1:
+        operation.signal = Slice(operation, operation.num_slices, EMPTY, 0)
+        operation.slices.append(operation.signal)
 
 
 def cut(pieces: Pieces, *, slice_bytes: int, slice_pieces: int) -> list[Pieces]:

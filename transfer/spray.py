@@ -102,10 +102,11 @@ class SprayCore:
         """Queue all slices of an operation."""
         waiting = self._classes[operation.priority]
         self._begin(waiting)
-        for part in operation.slices:
+        parts = operation.slices if operation.signal is None else operation.slices[:-1]
+        for part in parts:
             part.queued = True
-        waiting.queue.extend(operation.slices)
-        self.num_queued += operation.num_slices
+        waiting.queue.extend(parts)
+        self.num_queued += len(parts)
 
     def next(self, now: float) -> tuple[Slice, RailRecord] | None:
         """Take the slice that goes out next and note it under way; None if none can now."""
@@ -167,8 +168,11 @@ class SprayCore:
         if part.done:
             return False
         part.done = True
-        part.operation.num_finished += 1
-        return part.operation.num_finished == part.operation.num_slices
+        operation = part.operation
+        operation.num_finished += 1
+        if operation.signal is not None and operation.num_finished == operation.num_slices - 1:
+            self._queue_signal(operation.signal)
+        return operation.num_finished == operation.num_slices
 
     def fail(self, parts: list[Slice], rail: RailRecord) -> list[Slice]:
         """Slices were lost on a rail; returns those that go out again."""
@@ -211,7 +215,8 @@ class SprayCore:
         Where all are silent it is the peer that is slow, and moving its slices would not help.
 
         Returns:
-            Each newly stalled rail, with the slices that were queued again.
+            Each newly stalled rail, with the slices that were queued again. Where late writes
+            would land they are not: the link has to end first, and tells them then.
         """
         silent = [rail for rail in self.rails if rail.is_silent(now)]
         if not silent or not any(r.usable and r not in silent for r in self.rails):
@@ -222,12 +227,16 @@ class SprayCore:
                 continue
             out = rail.cool(now)
             rail.stalled = True
-            found.append((rail, self._again(out, rail)))
+            found.append((rail, self._again(out, rail) if rail.repeats else []))
         return found
 
     def find_dead(self, now: float) -> list[RailRecord]:
         """Return stalled rails whose link has had time enough: to be closed and opened anew."""
-        return [r for r in self.rails if r.open and r.stalled and r.cooling_until <= now]
+        return [
+            rail
+            for rail in self.rails
+            if rail.open and rail.repeats and rail.stalled and rail.cooling_until <= now
+        ]
 
     def late(self, now: float) -> list[Operation]:
         """Return the operations that are beyond their deadlines."""
@@ -256,6 +265,13 @@ class SprayCore:
             if parts:
                 under_way.append((rail, parts))
         return under_way
+
+    def _queue_signal(self, signal: Slice) -> None:
+        waiting = self._classes[signal.operation.priority]
+        self._begin(waiting)
+        signal.queued = True
+        waiting.queue.append(signal)
+        self.num_queued += 1
 
     def _again(self, lost: list[Slice], rail: RailRecord) -> list[Slice]:
         again = [part for part in lost if self._is_nowhere(part, rail)]

@@ -9,7 +9,7 @@ from typing import Final
 
 from transfer.priority import Priority
 
-BACKENDS: Final = ("shared_memory", "process_memory", "tcp", "local")
+BACKENDS: Final = ("shared_memory", "process_memory", "verbs", "tcp", "local")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class TransferStatistics:
     """A snapshot.
 
     Attributes:
-        backends: by name, "shared_memory", "process_memory", "tcp" and "local".
+        backends: by name, "shared_memory", "process_memory", "verbs", "tcp" and "local".
         priorities: by class of traffic.
         rails: of the peers that are connected, those that were open once.
         immediates_received: counted here, from all peers.
