@@ -61,9 +61,10 @@ class Movement:
         """
         name = peer if type(peer) is str else name_of(peer)
         if type(lengths) is int and timeout_s is None:
-            at_once = self._mover.write_at_once(
-                name, source, target, source_offsets, target_offsets, lengths, immediate, priority
-            )
+            at_once = self._mover.move_at_once(
+                name, source, target, source_offsets, target_offsets, lengths, immediate, priority,
+                write=True,
+            )  # fmt: skip
             if at_once is not None:
                 return at_once
         deadline = deadline_after(timeout_s, self._config.operation_timeout_s)
@@ -83,9 +84,17 @@ class Movement:
         timeout_s: float | None = None,
     ) -> Transfer:
         """Read pieces of a peer's window into our region. As `write`, in the other direction."""
+        name = peer if type(peer) is str else name_of(peer)
+        if type(lengths) is int and timeout_s is None:
+            at_once = self._mover.move_at_once(
+                name, target, source, target_offsets, source_offsets, lengths, None, priority,
+                write=False,
+            )  # fmt: skip
+            if at_once is not None:
+                return at_once
         deadline = deadline_after(timeout_s, self._config.operation_timeout_s)
         pieces = make_pieces(source_offsets, target_offsets, lengths)
-        return self._mover.read(name_of(peer), target, source, pieces, deadline, priority)
+        return self._mover.read(name, target, source, pieces, deadline, priority)
 
     def write_pages(
         self,

@@ -131,46 +131,52 @@ class Mover:
         handle.finish()
         return handle
 
-    def write_at_once(
+    def move_at_once(
         self,
         peer: str,
-        source: Region,
-        target: RegionKey,
-        source_offset: object,
-        target_offset: object,
+        region: Region,
+        key: RegionKey,
+        our_offset: object,
+        their_offset: object,
         nbytes: int,
         immediate: int | None,
         priority: Priority | None,
+        *,
+        write: bool,
     ) -> Transfer | None:
-        """Write one piece into memory that is mapped already; None if that is not what it is.
+        """Copy one piece from or to memory that is mapped already; None if it is not like that.
 
-        Whatever is unusual or wrong is left to `write`, which says what.
+        Whatever is unusual or wrong is left to `write` and `read`, which say what.
         """
         link = self._table.get(peer)
         if (
             link is None
             or not link.alive
-            or type(source_offset) is not int
-            or type(target_offset) is not int
-            or type(target) is not RegionKey
-            or type(source) is not Region
-            or source.kind != "host"
+            or type(our_offset) is not int
+            or type(their_offset) is not int
+            or type(key) is not RegionKey
+            or type(region) is not Region
+            or region.kind != "host"
         ):
             return None
-        window = link.windows.find(target)
+        window = link.windows.find(key)
         if (
             window is None
-            or target.owner != peer
-            or not target.rights & WRITE
-            or not 0 <= target_offset <= target_offset + nbytes <= target.nbytes
-            or not 0 <= source_offset <= source_offset + nbytes <= source.nbytes
+            or key.owner != peer
+            or not key.rights & (WRITE if write else READ)
+            or not 0 <= their_offset <= their_offset + nbytes <= key.nbytes
+            or not 0 <= our_offset <= our_offset + nbytes <= region.nbytes
             or nbytes <= 0
         ):
             return None
         if immediate is not None:
             check_integer("an immediate, 32-bit unsigned,", immediate, 0, IMMEDIATE_MAX)
-        native.copy_one(window.start + target_offset, source.start + source_offset, nbytes)
-        return self.account(link, nbytes, immediate, priority, write=True)
+        ours, theirs = region.start + our_offset, window.start + their_offset
+        if write:
+            native.copy_one(theirs, ours, nbytes)
+        else:
+            native.copy_one(ours, theirs, nbytes)
+        return self.account(link, nbytes, immediate, priority, write=write)
 
     def prepare(
         self, peer: str, region: Region, key: RegionKey, pieces: Pieces, *, write: bool
