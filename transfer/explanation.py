@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from transfer.handshake import Facts
 from transfer.peer import PeerLink
-from transfer.region import Region, RegionKey
+from transfer.region import Access, Region, RegionKey
 from transfer.statistics import RailStatistics
+
+BOTH: Final = (Access.READ | Access.WRITE).value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,8 @@ def explain_link(own: Facts, link: PeerLink, memory: Region | RegionKey | None) 
         link: the connection.
         memory: our region or the peer's key that is to be moved; None = what `allocate` made.
     """
+    if memory is not None and memory.kind != "host":
+        return _explain_storage(link, memory)
     # Only the peer's end is mapped: whatever our region is, it is copied from where it lies.
     mappable = memory.shareable if isinstance(memory, RegionKey) else True
     region = memory if isinstance(memory, Region) else None
@@ -76,6 +81,29 @@ def explain_link(own: Facts, link: PeerLink, memory: Region | RegionKey | None) 
         reason="the best that both sides have in common",
         rails=rails,
         others=(("shared_memory", _why_not_shared(own, link.facts)),),
+    )
+
+
+def _explain_storage(link: PeerLink, memory: Region | RegionKey) -> Explanation:
+    backend = memory.kind.partition(":")[0]
+    if isinstance(memory, Region):
+        reason = f"our {memory.kind} memory goes through a buffer, then over the peer's rails"
+        rails = tuple(link.requests.rails(None))
+        return Explanation(peer=link.name, backend=backend, reason=reason, rails=rails)
+    if backend == "cuda" and link.backend == "shared_memory" and memory.rights == BOTH:
+        return Explanation(
+            peer=link.name,
+            backend=backend,
+            reason="same host: CUDA IPC where the device is seen here, else as of other hosts",
+        )
+    return Explanation(
+        peer=link.name,
+        backend=backend,
+        reason="only the owner can move it: between there and a buffer of ours",
+        rails=tuple(link.requests.rails(None)),
+        others=(("cuda_ipc", "not on one host, or without both rights"),)
+        if backend == "cuda"
+        else (),
     )
 
 

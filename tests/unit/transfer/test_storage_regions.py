@@ -171,6 +171,14 @@ def test_files_of_a_peer(backend: str, slabs: list[FileSlab]) -> None:
 
 
 @both_backends
+def test_the_way_is_explained(backend: str, slabs: list[FileSlab]) -> None:
+    with engine_pair(backend) as (a, b):
+        mine, key = a.register(slabs[0]), offer(b, b.register(slabs[1]), a)
+        assert a.explain(b.name, mine).backend == a.explain(b.name, key).backend == "file"
+        assert "only the owner" in str(a.explain(b.name, key))
+
+
+@both_backends
 def test_both_ask_each_other_at_once(backend: str, slabs: list[FileSlab]) -> None:
     with engine_pair(backend) as (a, b):
         keys = [offer(b, b.register(slabs[1]), a), offer(a, a.register(slabs[0]), b)]
