@@ -25,7 +25,15 @@ import xxhash
 
 from elastic.errors import RecordInvalid
 from elastic.expert_source import Bank, ExpertId, place_of
-from transfer import Access, Peer, Region, RegionKey, TransferEngine, TransferError
+from transfer import (
+    Access,
+    Peer,
+    Priority,
+    Region,
+    RegionKey,
+    TransferEngine,
+    TransferError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -316,6 +324,7 @@ class PeerExpertSource:
                     target_offsets,
                     source_offsets,
                     lengths,
+                    priority=Priority.WEIGHTS,
                     timeout_s=self._read_timeout_s,
                 )
             )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvstore.checksum import block_checksums
 from kvstore.errors import LeaseExpired, NodeUnreachable
 from kvstore.locations import PrefixHit
-from transfer import TransferError
+from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
     from kvstore.segment_keys import SegmentKeys
@@ -102,6 +102,7 @@ class BlockReader:
             offsets[theirs],
             hit.offsets[theirs],
             hit.lengths[theirs],
+            priority=Priority.KV_GET,
             timeout_s=max(0.001, deadline_s - time.monotonic()),
         )
 

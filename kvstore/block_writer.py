@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvstore.errors import NodeUnreachable
 from kvstore.messages import HeldBlocks, NodeAddress
 from kvstore.peer_messages import Written, encode_to_node
-from transfer import TransferError
+from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
     from kvstore.node import StoreNode
@@ -107,6 +107,7 @@ class BlockWriter:
                     source.offsets[theirs],
                     targets[theirs],
                     source.lengths[theirs],
+                    priority=Priority.KV_PUT,
                     timeout_s=max(0.001, deadline_s - time.monotonic()),
                 )
             except TransferError as error:  # raised at once: nothing is under way
