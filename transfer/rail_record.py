@@ -17,6 +17,8 @@ SAMPLE_WEIGHT: Final = 0.3
 # Without any completion for so long, while bytes are out, a rail is stalled.
 STALL_S: Final = 0.03
 STALL_S_MAX: Final = 1.0
+# Where the link has to end for it, a false alarm costs more: patience begins here, and doubles.
+STALL_S_ENDING: Final = 0.2
 # A slow rail is given so many times the time that a slice should take on it.
 STALL_SLICES: Final = 8
 BACKOFF_S: Final = 0.05
@@ -120,6 +122,12 @@ class RailRecord:
         self.cooling_until = now + self.backoff_s
         self.backoff_s = min(2 * self.backoff_s, BACKOFF_S_MAX)
         return list(self.out)
+
+    def suspect(self) -> None:
+        """Note that it has stalled. If its link has to end for that, be more patient next time."""
+        self.stalled = True
+        if not self.repeats:
+            self.stall_s = min(2 * self.stall_s, STALL_S_MAX)
 
     def is_silent(self, now: float) -> bool:
         """Whether bytes are out and nothing has come to its end for too long."""

@@ -22,7 +22,7 @@ from transfer.handle import Transfer
 from transfer.pieces import EMPTY, Pieces
 from transfer.priority import Priority
 from transfer.rail import RailLink
-from transfer.rail_record import RailRecord
+from transfer.rail_record import STALL_S_ENDING, RailRecord
 from transfer.region import Region
 from transfer.slices import Operation, Slice, add_signal, slice_operation
 from transfer.spray import SprayCore
@@ -274,6 +274,8 @@ class Requests:
             rail.name = link.rail
             self._links[rail.idx] = link
             rail.repeats = link.drops_late_writes
+            if not rail.repeats:
+                rail.stall_s = max(rail.stall_s, STALL_S_ENDING)
             self._core.opened(rail)
             self._pump(now)
 

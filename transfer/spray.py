@@ -226,7 +226,7 @@ class SprayCore:
             if rail.state is RailState.COOLING:
                 continue
             out = rail.cool(now)
-            rail.stalled = True
+            rail.suspect()
             found.append((rail, self._again(out, rail) if rail.repeats else []))
         return found
 
