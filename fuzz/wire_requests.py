@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from transfer.errors import ProtocolViolation
@@ -23,11 +25,11 @@ _WINDOW_BYTES = 1 << 16
 def seeds() -> list[bytes]:
     """One request of each kind."""
     table = encode_pieces(np.array([0, 64]), np.array([8, 16]))
-    values = {
+    values: dict[str, Any] = {
         "transfer_id": 1, "oldest": 1, "slice_idx": 0, "num_slices": 2, "num_pieces": 2,
         "nbytes": 24, "immediate": 7, "token": b"t" * 16,
     }  # fmt: skip
-    return [Request(kind=kind, **values).encode() + table for kind in RequestKind]  # type: ignore[arg-type]
+    return [Request(kind=kind, **values).encode() + table for kind in RequestKind]
 
 
 def run(data: bytes) -> None:
