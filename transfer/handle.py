@@ -25,6 +25,9 @@ class Progress(Protocol):
     def leave(self) -> None:
         """Let the engine's thread do so again, if the caller has done it."""
 
+    def attend(self) -> None:
+        """Let the engine's thread do so, because nobody waits."""
+
 
 class Transfer:
     """One write or read that was handed to the engine. Thread-safe, awaitable.
@@ -107,6 +110,8 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
+        if not self._finished and self.link is not None:
+            self.link.attend()
         return self._finished
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -167,6 +172,8 @@ class Transfer:
             with self._lock:
                 if not self._finished:
                     self._callbacks.append(callback)
+                    if self.link is not None:
+                        self.link.attend()
                     return
         callback()
 

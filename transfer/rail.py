@@ -92,6 +92,9 @@ class RailLink(Protocol):
     def leave(self) -> None:
         """End the lead of the calling thread, if it has it: the engine's thread takes over."""
 
+    def attend(self) -> None:
+        """Let the engine's thread move what is under way, because nobody waits. At every tick."""
+
     def suspect(self, evidence: str) -> None:
         """Nothing has come to its end for too long while another rail is well. Never waits.
 

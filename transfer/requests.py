@@ -139,6 +139,9 @@ class Requests:
             for rail in core.find_dead(now):
                 self._drop_link(rail)
                 core.close_rail(rail)
+            for link in self._links:
+                if link is not None:
+                    link.attend()
             self._pump(now)
         self._report(ended)
 

@@ -27,6 +27,8 @@ from transfer.wire import HAS_IMMEDIATE, MAGIC, REQUEST, RequestKind, Status
 
 # Requests of one lane without an answer.
 LANE_SLICES: Final = 64
+# So many small ones may wait for a thread to wait for them.
+UNATTENDED_MAX: Final = 4
 REDIAL_S: Final = 0.05
 STATUSES: Final = tuple(Status)
 
@@ -74,6 +76,9 @@ class TcpRail:
         self._lock = threading.RLock()
         self._entries: list[_Entry] = []
         self._carried: dict[Slice, _Entry] = {}
+        # Of bulk and of urgent lanes.
+        self._num_lanes = [1, 1]
+        self._num_carried = [0, 0]
         self._leader = 0  # identity of a thread
         self._dialing = False
         self._redial_at = 0.0
@@ -82,19 +87,19 @@ class TcpRail:
 
     def room(self, urgent: bool) -> int:
         """How many slices it would take now."""
-        with self._lock:
-            lanes = 1 if urgent else max(sum(not e.urgent for e in self._entries), 1)
-            carried = sum(e.lane.in_flight for e in self._entries if e.urgent == urgent)
-            return LANE_SLICES * lanes - carried
+        # A look without the lock: the sprayer asks before each slice, and its own lock keeps
+        # others from posting between this and the post.
+        return LANE_SLICES * self._num_lanes[urgent] - self._num_carried[urgent]
 
     def post(self, part: Slice) -> None:
         """Send a slice over the least busy lane of its kind."""
+        urgent = part.urgent
         with self._lock:
-            entry = self._choose(part.urgent)
+            entry = self._choose(urgent)
             if entry is not None and self._send(entry.lane, part):
                 self._carried[part] = entry
-                if entry.lane.unsent and self._leader != threading.get_ident():
-                    self._watch(entry, READABLE | WRITABLE)
+                self._num_carried[entry.urgent] += 1
+                self._attend_to_posted(entry, part)
                 return
         # The link is breaking: whoever finds out will say so, but not about this slice.
         self._loop.call(lambda: self._sink.failed(self, [part], "no lane"))
@@ -103,22 +108,29 @@ class TcpRail:
         """Lead: move the bytes of all lanes until something ended. See `leave`."""
         me = threading.get_ident()
         with self._lock:
-            if self._leader not in (0, me) or self._closed or not self._carried:
+            if self._leader not in (0, me) or self._closed:
+                return False
+            entries = [entry for entry in self._entries if entry.lane.in_flight]
+            if not entries:  # whoever has received the answer is about to tell
                 return False
             self._leader = me
-            entries = [entry for entry in self._entries if entry.lane.in_flight]
             for entry in entries:
                 self._watch(entry, 0)
-        self._report(progress([e.lane for e in entries], timeout_s), entries)
+        self._report(progress([entry.lane for entry in entries], timeout_s), entries)
         return True
 
     def leave(self) -> None:
         """End the lead of the calling thread, if it has it: the engine's thread takes over."""
-        with self._lock:
-            if self._leader == threading.get_ident():
+        if self._leader == threading.get_ident():
+            with self._lock:
                 self._leader = 0
-                for entry in self._entries:
-                    self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+                if self._carried:
+                    self._attend()
+
+    def attend(self) -> None:
+        """Let the engine's thread move the bytes, unless a thread leads. At every tick too."""
+        with self._lock:
+            self._attend()
 
     def suspect(self, evidence: str) -> None:
         """Nothing to do: the owner drops what comes a second time."""
@@ -155,10 +167,10 @@ class TcpRail:
             sock, self._first = self._first, None
             self._add(sock, urgent)
         own = [entry for entry in self._entries if entry.urgent == urgent]
+        if len(own) == 1 and own[0].lane.in_flight <= 1:
+            return own[0]
         chosen = min(own or self._entries, key=lambda entry: entry.lane.in_flight, default=None)
-        wanted = 1 if urgent else self._num_bulk
-        busy = chosen is not None and chosen.lane.in_flight > 1
-        if not own or (busy and len(own) < wanted):
+        if len(own) < (1 if urgent else self._num_bulk):
             self._open_another(urgent)
         return chosen
 
@@ -178,14 +190,30 @@ class TcpRail:
         base = 0 if operation.region is None else operation.region.start
         return lane.post(part, header + table, writes, base, ours, pieces.lengths)
 
+    def _attend_to_posted(self, entry: _Entry, part: Slice) -> None:
+        unsent = WRITABLE if entry.lane.unsent else 0
+        if self._leader:
+            # The thread that leads looks after its own, and after all that is to be received.
+            if unsent and self._leader != threading.get_ident():
+                self._watch(entry, WRITABLE)
+        elif unsent or part.operation.num_slices > 1 or entry.lane.in_flight > UNATTENDED_MAX:
+            self._watch(entry, READABLE | unsent)
+        else:
+            # Most likely somebody is about to wait for it, and to lead: the engine's thread
+            # would only be woken in vain. The next tick attends to it if nobody does.
+            self._watch(entry, 0)
+
+    def _attend(self) -> None:
+        if not self._leader:
+            for entry in self._entries:
+                self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+
     def _on_event(self, entry: _Entry, events: int) -> None:
         """The engine's thread: a lane is ready, and nobody leads (or it has ended)."""
         self._report(progress([entry.lane], 0.0), [entry])
         with self._lock:
-            led = self._leader and entry.lane.in_flight
-            unsent = WRITABLE if entry.lane.unsent else 0
-            if entry in self._entries:
-                self._watch(entry, 0 if led else READABLE | unsent)
+            if entry in self._entries and not (self._leader and entry.lane.in_flight):
+                self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
 
     def _report(self, finished: Sequence[Finished], entries: Iterable[_Entry]) -> None:
         if finished:
@@ -193,8 +221,9 @@ class TcpRail:
             with self._lock:
                 for item, status, place in finished:
                     part = cast("Slice", item)
-                    part.operation.place = place or part.operation.place
-                    self._carried.pop(part, None)
+                    if place is not None:
+                        part.operation.place = place
+                    self._forget(part)
                     done.append((part, STATUSES[status]))
             self._sink.done(self, done)
         for entry in entries:
@@ -220,6 +249,7 @@ class TcpRail:
     def _add(self, sock: socket.socket, urgent: bool) -> None:
         entry = _Entry(make_lane(sock.detach()), urgent, READABLE)
         self._entries.append(entry)
+        self._count_lanes()
         self._loop.watch(entry.lane, partial(self._on_event, entry), READABLE)
 
     def _remove(self, entry: _Entry) -> list[Slice]:
@@ -227,8 +257,17 @@ class TcpRail:
         self._loop.unwatch(entry.lane)
         lost = cast("list[Slice]", entry.lane.close())
         for part in lost:
-            self._carried.pop(part, None)
+            self._forget(part)
+        self._count_lanes()
         return lost
+
+    def _forget(self, part: Slice) -> None:
+        entry = self._carried.pop(part, None)
+        if entry is not None:
+            self._num_carried[entry.urgent] -= 1
+
+    def _count_lanes(self) -> None:
+        self._num_lanes = [max(sum(e.urgent == kind for e in self._entries), 1) for kind in (0, 1)]
 
     def _watch(self, entry: _Entry, interest: int) -> None:
         if entry.interest != interest:

@@ -115,6 +115,11 @@ class VerbsRail:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         loop.watch(self._completions, self._on_event, READABLE | EDGE_TRIGGERED)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._state is RailState.CLOSED
+
     def prepare(self, number: int) -> End:
         """Make the queue pairs of a new life.
 
@@ -206,6 +211,9 @@ class VerbsRail:
 
     def leave(self) -> None:
         """Nothing to do: each `progress` hands the completions back."""
+
+    def attend(self) -> None:
+        """Nothing to do: the engine's thread is woken by the completion channel."""
 
     def suspect(self, evidence: str) -> None:
         """It is thought to have failed: end the queue pairs, and tell the sink later."""
