@@ -41,7 +41,18 @@ class Lane:
     unsent: bool
     def __init__(self, fd: int) -> None: ...
     def post(
-        self, item: object, head: bytes, writes: bool, base: int, offsets: Ints, lengths: Ints, /
+        self,
+        item: object,
+        header: bytes,
+        writes: bool,
+        base: int,
+        ours: Ints,
+        theirs: Ints,
+        lengths: Ints,
+        /,
+    ) -> bool: ...
+    def post_one(
+        self, item: object, header: bytes, writes: bool, address: int, offset: int, nbytes: int, /
     ) -> bool: ...
     def close(self) -> list[object]: ...
     def abandon(self) -> None: ...

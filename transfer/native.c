@@ -706,81 +706,59 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)lane;
 }
 
-PyDoc_STRVAR(lane_post_doc,
-             "post(item, head, writes, base, offsets, lengths)\n--\n\n"
-             "Send one request, whose header and table are `head`. Returns False if the lane "
-             "is broken or closed.");
-
-static PyObject *lane_post(Lane *lane, PyObject *const *args, Py_ssize_t count)
+/* A request of n pieces, its table and its places still to be filled in. NULL with an exception
+ * set. The block is the job, the places (one more for the header, one for an answer's place), then
+ * the header and the table. */
+static Job *new_job(PyObject *header, bool writes, size_t n, uint64_t nbytes)
 {
-    Py_buffer offsets, lengths;
-    uintptr_t base;
-    if (check_count(count, 6, "post"))
+    char *bytes;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(header, &bytes, &size) < 0)
         return NULL;
-    char *head;
-    Py_ssize_t head_bytes;
-    if (PyBytes_AsStringAndSize(args[1], &head, &head_bytes) < 0)
-        return NULL;
-    int writes = PyObject_IsTrue(args[2]);
-    if (head_bytes < REQUEST_BYTES || writes < 0 || take_address(args[3], &base)) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "the head is no request");
-        return NULL;
-    }
-    if (take_int64(args[4], &offsets, "offsets") < 0)
-        return NULL;
-    if (take_int64(args[5], &lengths, "lengths") < 0) {
-        PyBuffer_Release(&offsets);
-        return NULL;
-    }
     Request request;
-    load_request(&request, (const uint8_t *)head);
-    size_t n = (size_t)lengths.shape[0];
-    const int64_t *offset = offsets.buf, *length = lengths.buf;
-    uint64_t nbytes = 0;
-    bool fits = offsets.shape[0] == lengths.shape[0];
-    for (size_t i = 0; fits && i < n; i++) {
-        fits = length[i] >= 0;
-        nbytes += (uint64_t)length[i];
-    }
-    Job *job = NULL;
-    if (!fits || nbytes != request.nbytes)
+    if (size == REQUEST_BYTES)
+        load_request(&request, (const uint8_t *)bytes);
+    if (size != REQUEST_BYTES || request.num_pieces != n || request.nbytes != nbytes) {
         PyErr_SetString(PyExc_ValueError, "the pieces are not those of the header");
-    else if (!(job = malloc(sizeof *job + (n + 2) * sizeof(struct iovec) + (size_t)head_bytes)))
-        PyErr_NoMemory();
-    if (!job) {
-        PyBuffer_Release(&offsets);
-        PyBuffer_Release(&lengths);
         return NULL;
     }
-    char *copy = (char *)&job->iovecs[n + 2]; /* one for the head, one for a place */
-    memcpy(copy, head, (size_t)head_bytes);
-    job->iovecs[0] = (struct iovec){copy, (size_t)head_bytes};
-    for (size_t i = 0; i < n; i++)
-        job->iovecs[i + 1] =
-            (struct iovec){(void *)(base + (uintptr_t)offset[i]), (size_t)length[i]};
-    PyBuffer_Release(&offsets);
-    PyBuffer_Release(&lengths);
+    size_t head_bytes = REQUEST_BYTES + 16 * n;
+    Job *job = malloc(sizeof *job + (n + 2) * sizeof(struct iovec) + head_bytes);
+    if (!job) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    uint8_t *head = (uint8_t *)&job->iovecs[n + 2];
+    memcpy(head, bytes, REQUEST_BYTES);
+    job->iovecs[0] = (struct iovec){head, head_bytes};
     job->next = NULL;
     job->transfer_id = request.transfer_id;
     job->slice_idx = request.slice_idx;
     job->kind = request.kind;
-    job->out = (Places){job->iovecs, writes ? n + 1 : 1, (size_t)head_bytes};
-    job->in = (Places){job->iovecs + 1, 0, 0};
-    job->expected = 0;
     job->descriptor = -1;
-    if (writes) {
-        job->out.nbytes += nbytes;
-    } else if (job->kind == MAP_REQUEST) {
+    job->out = (Places){job->iovecs, writes ? n + 1 : 1, head_bytes + (writes ? nbytes : 0)};
+    job->in = (Places){job->iovecs + 1, writes ? 0 : n, writes ? 0 : nbytes};
+    if (job->kind == MAP_REQUEST) {
         job->iovecs[1] = (struct iovec){job->place, PLACE_BYTES};
-        job->in.count = 1;
-        job->in.nbytes = job->expected = PLACE_BYTES;
-    } else {
-        job->in.count = n;
-        job->in.nbytes = job->expected = nbytes;
+        job->in = (Places){job->iovecs + 1, 1, PLACE_BYTES};
     }
+    job->expected = job->in.nbytes;
+    return job;
+}
 
-    job->item = Py_NewRef(args[0]);
+static void set_piece(Job *job, size_t n, size_t i, uintptr_t ours, int64_t theirs, int64_t length)
+{
+    uint8_t *table = (uint8_t *)&job->iovecs[n + 2] + REQUEST_BYTES;
+    uint64_t offset = htole64((uint64_t)theirs), size = htole64((uint64_t)length);
+    memcpy(table + 8 * i, &offset, 8);
+    memcpy(table + 8 * (n + i), &size, 8);
+    job->iovecs[i + 1] = (struct iovec){(void *)ours, (size_t)length};
+}
+
+/* Queue a job, and send it if it is small and its turn has come. */
+static PyObject *queue_job(Lane *lane, Job *job, PyObject *item)
+{
+    job->item = Py_NewRef(item);
     /* The interpreter's lock is kept: a small request is sent before another thread could have
      * used it. */
     lock_without_gil(&lane->mutex);
@@ -795,7 +773,7 @@ static PyObject *lane_post(Lane *lane, PyObject *const *args, Py_ssize_t count)
         if (!lane->sending) {
             lane->sending = job;
             /* A large one is for a thread that has no locks to hold meanwhile. */
-            if (nbytes <= GIL_BYTES)
+            if (job->out.nbytes <= GIL_BYTES + 16 * IOVECS_MAX)
                 send_jobs(lane);
         }
     }
@@ -803,6 +781,51 @@ static PyObject *lane_post(Lane *lane, PyObject *const *args, Py_ssize_t count)
     if (!taken)
         free_job(job);
     return PyBool_FromLong(taken);
+}
+
+PyDoc_STRVAR(lane_post_doc,
+             "post(item, header, writes, base, ours, theirs, lengths)\n--\n\n"
+             "Send one request. Returns False if the lane is broken or closed.");
+
+static PyObject *lane_post(Lane *lane, PyObject *const *args, Py_ssize_t count)
+{
+    uintptr_t base;
+    Pieces pieces;
+    if (check_count(count, 7, "post"))
+        return NULL;
+    int writes = PyObject_IsTrue(args[2]);
+    if (writes < 0 || take_address(args[3], &base) ||
+        take_pieces(&pieces, args[5], args[4], args[6]))
+        return NULL;
+    size_t n = (size_t)pieces.count;
+    Job *job = new_job(args[1], writes, n, (uint64_t)pieces.nbytes);
+    for (size_t i = 0; job && i < n; i++)
+        set_piece(job, n, i, base + (uintptr_t)pieces.source[i], pieces.target[i],
+                  pieces.lengths[i]);
+    drop_pieces(&pieces);
+    return job ? queue_job(lane, job, args[0]) : NULL;
+}
+
+PyDoc_STRVAR(lane_post_one_doc,
+             "post_one(item, header, writes, address, offset, nbytes)\n--\n\n"
+             "Send a request of one piece: our address, the peer's offset.");
+
+static PyObject *lane_post_one(Lane *lane, PyObject *const *args, Py_ssize_t count)
+{
+    uintptr_t address;
+    if (check_count(count, 6, "post_one"))
+        return NULL;
+    int writes = PyObject_IsTrue(args[2]);
+    if (writes < 0 || take_address(args[3], &address))
+        return NULL;
+    int64_t offset = PyLong_AsLongLong(args[4]), nbytes = PyLong_AsLongLong(args[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    Job *job = new_job(args[1], writes, 1, (uint64_t)nbytes);
+    if (!job)
+        return NULL;
+    set_piece(job, 1, 0, address, offset, nbytes);
+    return queue_job(lane, job, args[0]);
 }
 
 /* (item, status, None), or with (descriptor, offset, nbytes) for a map request. */
@@ -934,6 +957,7 @@ static PyObject *lane_unsent(Lane *lane, void *ignored)
 
 static PyMethodDef lane_methods[] = {
     {"post", (PyCFunction)(void (*)(void))lane_post, METH_FASTCALL, lane_post_doc},
+    {"post_one", (PyCFunction)(void (*)(void))lane_post_one, METH_FASTCALL, lane_post_one_doc},
     {"close", (PyCFunction)lane_close, METH_NOARGS, lane_close_doc},
     {"abandon", (PyCFunction)lane_abandon, METH_NOARGS, lane_abandon_doc},
     {"fileno", (PyCFunction)lane_fileno, METH_NOARGS, "fileno()\n--\n\nThe socket, -1 if closed."},

@@ -27,7 +27,15 @@ from transfer.landing import IOVEC_MAX, Landing, gather, scatter, spread
 from transfer.pieces import Ints
 from transfer.region import Bytes
 from transfer.stream import Stream
-from transfer.wire import PLACE, REPLY, REQUEST, RequestKind, Status, parse_reply, parse_request
+from transfer.wire import (
+    PLACE,
+    REPLY,
+    RequestKind,
+    Status,
+    encode_pieces,
+    parse_reply,
+    parse_request,
+)
 
 # Descriptor, offset and size of a mapping.
 Place = tuple[int, int, int]
@@ -54,21 +62,38 @@ class LaneLike(Protocol):
         """Whether something waits until the kernel takes it."""
 
     def post(
-        self, item: object, head: bytes, writes: bool, base: int, offsets: Ints, lengths: Ints, /
+        self,
+        item: object,
+        header: bytes,
+        writes: bool,
+        base: int,
+        ours: Ints,
+        theirs: Ints,
+        lengths: Ints,
+        /,
     ) -> bool:
         """Send a request; never blocks.
 
         Args:
             item: comes back when it is answered.
-            head: the header and the table of pieces.
+            header: `REQUEST`.
             writes: whether the pieces are sent, or received with the reply.
-            base: address that `offsets` count from; the memory is the caller's.
-            offsets: [N] int64.
+            base: address that `ours` count from; the memory is the caller's.
+            ours: [N] int64.
+            theirs: [N] int64, offsets in the peer's window.
             lengths: [N] int64, the header's `nbytes` in all.
 
         Returns:
             False if the lane is broken or closed: nothing was sent.
+
+        Raises:
+            ValueError: the pieces are not those of the header.
         """
+
+    def post_one(
+        self, item: object, header: bytes, writes: bool, address: int, offset: int, nbytes: int, /
+    ) -> bool:
+        """As `post`, with one piece: our address, the offset in the peer's window."""
 
     def close(self) -> list[object]:
         """Reset the connection; idempotent. No memory is touched after the return.
@@ -130,15 +155,33 @@ class PythonLane:
         """The socket."""
         return self._sock.fileno()
 
+    def post_one(
+        self, item: object, header: bytes, writes: bool, address: int, offset: int, nbytes: int, /
+    ) -> bool:
+        """Send a request of one piece."""
+        numbers = np.array([[0], [offset], [nbytes]], dtype=np.int64)
+        return self.post(item, header, writes, address, *numbers)
+
     def post(
-        self, item: object, head: bytes, writes: bool, base: int, offsets: Ints, lengths: Ints, /
+        self,
+        item: object,
+        header: bytes,
+        writes: bool,
+        base: int,
+        ours: Ints,
+        theirs: Ints,
+        lengths: Ints,
+        /,
     ) -> bool:
         """Send a request."""
-        request = parse_request(head[: REQUEST.size])
-        if len(offsets) != len(lengths) or int(lengths.sum()) != request.nbytes:
+        if not len(ours) == len(theirs) == len(lengths) or (lengths < 0).any():
+            raise ValueError("offsets and lengths differ in number, or one is negative")
+        request = parse_request(header)
+        if (request.num_pieces, request.nbytes) != (len(lengths), int(lengths.sum())):
             raise ValueError("the pieces are not those of the header")
-        memory = memory_at(base, offsets, lengths)
-        payload = gather(memory, offsets, lengths) if writes else []
+        head = header + encode_pieces(theirs, lengths)
+        memory = memory_at(base, ours, lengths)
+        payload = gather(memory, ours, lengths) if writes else []
         expected = 0 if writes else request.nbytes
         job = _Job(
             item=item,
@@ -147,7 +190,7 @@ class PythonLane:
             parts=deque([memoryview(head), *payload]),
             expected=PLACE.size if request.kind is RequestKind.MAP else expected,
             memory=memory,
-            offsets=offsets,
+            offsets=ours,
             lengths=lengths,
         )
         with self._lock:

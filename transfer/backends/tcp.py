@@ -18,7 +18,6 @@ from typing import Final, cast
 
 from transfer.backends.lane import Finished, LaneLike, make_lane, progress
 from transfer.event_loop import READABLE, WRITABLE, EventLoop
-from transfer.pieces import Ints
 from transfer.rail import RailName, SliceSink
 from transfer.slices import Slice
 from transfer.statistics import Tally
@@ -78,6 +77,7 @@ class TcpRail:
         self._carried: dict[Slice, _Entry] = {}
         # Of bulk and of urgent lanes.
         self._num_lanes = [1, 1]
+        self._sole: list[_Entry | None] = [None, None]
         self._num_carried = [0, 0]
         self._leader = 0  # identity of a thread
         self._dialing = False
@@ -95,7 +95,9 @@ class TcpRail:
         """Send a slice over the least busy lane of its kind."""
         urgent = part.urgent
         with self._lock:
-            entry = self._choose(urgent)
+            entry = self._sole[urgent]
+            if entry is None or (not urgent and self._num_carried[False] > 1):
+                entry = self._choose(urgent)
             if entry is not None and self._send(entry.lane, part):
                 self._carried[part] = entry
                 self._num_carried[entry.urgent] += 1
@@ -110,13 +112,18 @@ class TcpRail:
         with self._lock:
             if self._leader not in (0, me) or self._closed:
                 return False
-            entries = [entry for entry in self._entries if entry.lane.in_flight]
+            entries = []
+            lanes = []
+            for entry in self._entries:
+                if entry.lane.in_flight:
+                    entries.append(entry)
+                    lanes.append(entry.lane)
+                    if entry.interest:
+                        self._watch(entry, 0)
             if not entries:  # whoever has received the answer is about to tell
                 return False
             self._leader = me
-            for entry in entries:
-                self._watch(entry, 0)
-        self._report(progress([entry.lane for entry in entries], timeout_s), entries)
+        self._report(progress(lanes, timeout_s), entries)
         return True
 
     def leave(self) -> None:
@@ -167,8 +174,6 @@ class TcpRail:
             sock, self._first = self._first, None
             self._add(sock, urgent)
         own = [entry for entry in self._entries if entry.urgent == urgent]
-        if len(own) == 1 and own[0].lane.in_flight <= 1:
-            return own[0]
         chosen = min(own or self._entries, key=lambda entry: entry.lane.in_flight, default=None)
         if len(own) < (1 if urgent else self._num_bulk):
             self._open_another(urgent)
@@ -186,19 +191,19 @@ class TcpRail:
         ours, theirs = pieces.source_offsets, pieces.target_offsets
         if not writes:
             ours, theirs = theirs, ours
-        table = _little_endian(theirs) + _little_endian(pieces.lengths)
         base = 0 if operation.region is None else operation.region.start
-        return lane.post(part, header + table, writes, base, ours, pieces.lengths)
+        return lane.post(part, header, writes, base, ours, theirs, pieces.lengths)
 
     def _attend_to_posted(self, entry: _Entry, part: Slice) -> None:
-        unsent = WRITABLE if entry.lane.unsent else 0
+        lane = entry.lane
+        unsent = WRITABLE if lane.unsent else 0
         if self._leader:
             # The thread that leads looks after its own, and after all that is to be received.
             if unsent and self._leader != threading.get_ident():
                 self._watch(entry, WRITABLE)
-        elif unsent or part.operation.num_slices > 1 or entry.lane.in_flight > UNATTENDED_MAX:
+        elif unsent or part.operation.num_slices > 1 or lane.in_flight > UNATTENDED_MAX:
             self._watch(entry, READABLE | unsent)
-        else:
+        elif entry.interest:
             # Most likely somebody is about to wait for it, and to lead: the engine's thread
             # would only be woken in vain. The next tick attends to it if nobody does.
             self._watch(entry, 0)
@@ -267,7 +272,10 @@ class TcpRail:
             self._num_carried[entry.urgent] -= 1
 
     def _count_lanes(self) -> None:
-        self._num_lanes = [max(sum(e.urgent == kind for e in self._entries), 1) for kind in (0, 1)]
+        for kind in (False, True):
+            own = [entry for entry in self._entries if entry.urgent == kind]
+            self._num_lanes[kind] = max(len(own), 1)
+            self._sole[kind] = own[0] if len(own) == 1 else None
 
     def _watch(self, entry: _Entry, interest: int) -> None:
         if entry.interest != interest:
@@ -291,7 +299,3 @@ class TcpRail:
                 return
             self._add(sock, urgent)
         self._sink.done(self, [])  # there is room
-
-
-def _little_endian(numbers: Ints) -> bytes:
-    return numbers.astype("<i8", copy=False).tobytes()
