@@ -72,6 +72,10 @@ class Mover:
         if immediate is not None:
             check_integer("an immediate, 32-bit unsigned,", immediate, 0, IMMEDIATE_MAX)
         if source.kind != "host" or target.kind != "host":
+            # Between a storage of ours and a peer, what moves the buffers counts their bytes.
+            if link is None:
+                kind = class_of(priority, pieces.nbytes, immediate, write=True)
+                self._tally.wrote(backend, pieces.nbytes, immediate is not None, kind)
             return self.staging.write(peer, source, target, pieces, immediate, deadline, priority)
         backend, location = self._locate(backend, link, target, pieces, deadline)
         handle = Transfer(
@@ -110,6 +114,9 @@ class Mover:
         self._check(backend, source, READ, pieces.source_offsets, pieces)
         _check_own(pieces.target_offsets, pieces, target)
         if source.kind != "host" or target.kind != "host":
+            if link is None:
+                kind = class_of(priority, pieces.nbytes, None, write=False)
+                self._tally.read(backend, pieces.nbytes, kind)
             return self.staging.read(peer, target, source, pieces, deadline, priority)
         backend, location = self._locate(backend, link, source, pieces, deadline)
         handle = Transfer(

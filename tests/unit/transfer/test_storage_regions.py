@@ -87,6 +87,7 @@ def test_own_files(slabs: list[FileSlab]) -> None:
         write.wait(SOON_S)
         assert (write.backend, write.bytes_moved) == ("file", int(plan[2].sum()))
         engine.expect({(engine.name, 7): 1}, timeout_s=SOON_S)
+        assert engine.statistics().backends["local"].bytes_written == int(plan[2].sum())
         held = content(slabs[0])
         assert torch.equal(held, moved(data, torch.zeros_like(held), plan))
         engine.write(engine.name, first, keys[1], 0, 0, NBYTES).wait(SOON_S)
