@@ -128,6 +128,8 @@ def cut(pieces: Pieces, *, slice_bytes: int, slice_pieces: int) -> list[Pieces]:
         pieces    |--------- 0 ---------|-1-|------ 2 ------|
         slices    [---- 0 ----)[---- 1 ----)[---- 2 ----)[--)
     """
+    if len(pieces) == 1:
+        return _cut_one(pieces, slice_bytes)
     ends = np.cumsum(pieces.lengths)
     total = int(ends[-1]) if len(ends) else 0
     if not total:
@@ -146,3 +148,15 @@ def cut(pieces: Pieces, *, slice_bytes: int, slice_pieces: int) -> list[Pieces]:
             part = slice(first, min(first + slice_pieces, int(high)))
             slices.append(Pieces(source[part], target[part], lengths[part]))
     return slices
+
+
+def _cut_one(pieces: Pieces, slice_bytes: int) -> list[Pieces]:
+    """One long piece, without a search for what belongs to which slice."""
+    total = int(pieces.lengths[0])
+    starts = np.arange(0, total, slice_bytes, dtype=np.int64)
+    source, target = pieces.source_offsets + starts, pieces.target_offsets + starts
+    lengths = np.full(len(starts), slice_bytes, dtype=np.int64)
+    lengths[-1] = total - starts[-1]
+    return [
+        Pieces(source[i : i + 1], target[i : i + 1], lengths[i : i + 1]) for i in range(len(starts))
+    ]

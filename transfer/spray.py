@@ -23,7 +23,7 @@ from transfer.slices import Operation, Slice
 from transfer.wire import SLICE_BYTES
 
 # A slice should take about this long on the fastest rail.
-SLICE_S: Final = 1e-3
+SLICE_S: Final = 2e-3
 SLICE_BYTES_MIN: Final = 64 << 10
 SLICE_BYTES_FIRST: Final = min(1 << 20, SLICE_BYTES)
 # Bulk bytes under way on a rail: so many seconds' worth of it, within bounds.
@@ -90,7 +90,9 @@ class SprayCore:
         if not known:
             return SLICE_BYTES_FIRST
         wanted = int(max(known) * SLICE_S)
-        return min(max(1 << max(wanted, 1).bit_length() - 1, SLICE_BYTES_MIN), SLICE_BYTES)
+        # With a single rail there is nothing to spread: only what is sent again gets smaller.
+        least = SLICE_BYTES_MIN if len(self.rails) > 1 else SLICE_BYTES_FIRST
+        return min(max(1 << max(wanted, 1).bit_length() - 1, least), SLICE_BYTES)
 
     def add(self, operation: Operation) -> None:
         """Take an operation and number it."""
