@@ -45,11 +45,13 @@ class VerbsNode:
         self._sending = threading.Lock()
         self.loop = EventLoop(name, on_tick=self._on_tick)
         self.offers = OfferTable(name)
-        self.backend = VerbsBackend(self.offers, self.loop, count=self._count)
+        self.backend = VerbsBackend(self.offers, self.loop)
         assert self.backend.open(devices) == devices
         self.loop.start()
         self.loop.ask(self.backend.start)
-        self.exchange = self.loop.ask(lambda: self.backend.connect(peer, send=self._send))
+        self.exchange = self.loop.ask(
+            lambda: self.backend.connect(peer, len(devices), send=self._send, count=self._count)
+        )
         self.requests = Requests(
             peer,
             self.loop,
@@ -115,15 +117,14 @@ class VerbsNode:
 
     def _open_rail(self, idx: int, done: Any) -> None:
         name = RailName("verbs", self.devices[idx], str(idx))
-        self.exchange.open_rail(name, idx, idx, self.requests, done)
+        self.exchange.open_rail(name, idx, self.requests, done)
 
     def _on_tick(self, now: float) -> None:
         if hasattr(self, "requests"):
             self.requests.expire(now)
             self.exchange.expire(now)
 
-    def _count(self, peer: str, immediates: list[int]) -> None:
-        assert peer == self.peer
+    def _count(self, immediates: list[int]) -> None:
         self.counted.update(immediates)
 
     def _send(self, content: bytes) -> None:
@@ -188,8 +189,8 @@ def _own(
     node = VerbsNode(name, peer, devices, pipe)
     regions: list[Region] = []
     verbs: dict[str, Any] = {
-        "fill": lambda i, seed: (
-            regions[i].tensor.copy_(random_bytes(regions[i].nbytes, seed)) and None
+        "fill": lambda i, seed: np.copyto(
+            regions[i].array, random_bytes(regions[i].nbytes, seed).numpy()
         ),
         "bytes": lambda i: regions[i].tensor.numpy().tobytes(),
         "offer": lambda i, rights, offset=0, nbytes=None, to=None: node.offer(

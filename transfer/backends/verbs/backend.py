@@ -15,23 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 class VerbsBackend:
-    """The RDMA devices of one engine.
+    """The RDMA devices of one engine."""
 
-    Args:
-        count: takes immediates of a peer, on the engine's thread.
-    """
-
-    def __init__(
-        self, offers: OfferTable, loop: EventLoop, *, count: Callable[[str, list[int]], None]
-    ) -> None:
+    def __init__(self, offers: OfferTable, loop: EventLoop) -> None:
         self._offers = offers
         self._loop = loop
-        self._count = count
         self._devices: list[Device] = []
         self._peers: dict[str, PeerExchange] = {}
 
     def open(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """Open devices, before the loop starts; returns their names, () if none is up.
+        """Open devices, before the loop starts; return their names, () if none is up.
 
         Raises:
             PyverbsError, LookupError: a device was named that is not there.
@@ -44,11 +37,24 @@ class VerbsBackend:
         for device in self._devices:
             self._loop.watch(device, partial(self._on_event, device), READABLE)
 
-    def connect(self, name: str, *, send: Callable[[bytes], None]) -> PeerExchange:
-        """Make the exchange of a new peer; `send` puts a message on its control connection."""
+    def connect(
+        self,
+        name: str,
+        num_theirs: int,
+        *,
+        send: Callable[[bytes], None],
+        count: Callable[[list[int]], None],
+    ) -> PeerExchange:
+        """Make the exchange of a new peer. On the engine's thread.
+
+        Args:
+            name: of the peer.
+            num_theirs: how many devices it has.
+            send: puts a message on its control connection.
+            count: takes its immediates, on the engine's thread.
+        """
         exchange = PeerExchange(
-            name, self._devices, self._offers, self._loop,
-            send=send, count=partial(self._count, name),
+            name, self._devices, num_theirs, self._offers, self._loop, send=send, count=count
         )  # fmt: skip
         self._peers[name] = exchange
         return exchange

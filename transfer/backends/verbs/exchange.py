@@ -57,6 +57,7 @@ class PeerExchange:
     Args:
         name: of the peer.
         devices: ours, in the order of rails.
+        num_theirs: how many devices the peer has.
         send: puts a message on the control connection. Any thread, never waits.
         count: takes the peer's immediates.
     """
@@ -65,6 +66,7 @@ class PeerExchange:
         self,
         name: str,
         devices: list[Device],
+        num_theirs: int,
         offers: OfferTable,
         loop: EventLoop,
         *,
@@ -73,6 +75,7 @@ class PeerExchange:
     ) -> None:
         self.name = name
         self._devices = devices
+        self._num_theirs = num_theirs
         self._offers = offers
         self._loop = loop
         self._send_bytes = send
@@ -86,13 +89,12 @@ class PeerExchange:
         self._next_number = 1
         self._is_open = True
 
-    def open_rail(
-        self, rail: RailName, ours: int, theirs: int, sink: SliceSink, done: Opened
-    ) -> None:
-        """Make a link from our device `ours` to the peer's `theirs`; call back with it, or None."""
+    def open_rail(self, rail: RailName, idx: int, sink: SliceSink, done: Opened) -> None:
+        """Make a link over the `idx`-th rail: our device with the peer's; call back with it."""
+        device, theirs = self._devices[idx % len(self._devices)], idx % self._num_theirs
         try:
             link = VerbsRail(
-                rail, theirs, self._domain(self._devices[ours]), self._loop, sink, self._keys,
+                rail, theirs, self._domain(device), self._loop, sink, self._keys,
                 settle=self._settle, reopen=self._begin, forget=self._forget,
             )  # fmt: skip
         except PyverbsError as error:
@@ -218,6 +220,8 @@ class PeerExchange:
     def _begin(self, rail: VerbsRail, done: Opened | None = None) -> None:
         """Ask the owner for queue pairs to connect with."""
         number, self._next_number = self._next_number, self._next_number + 1
+        if rail.is_closed:
+            return
         opening = _Opening(rail=rail, deadline=time.monotonic() + OPEN_TIMEOUT_S, done=done)
         self._rails.pop(rail.number, None)
         if not self._is_open or not rail.device.is_up:
@@ -256,8 +260,9 @@ class PeerExchange:
             opening.done(None)
 
     def _forget(self, rail: VerbsRail) -> None:
-        if self._rails.pop(rail.number, None) is not None:
-            self._send(CloseRail(rail.number))
+        self._opening.pop(rail.number, None)
+        self._rails.pop(rail.number, None)
+        self._send(CloseRail(rail.number))
 
     def _settle(self, rail: VerbsRail, token: bytes) -> None:
         self._send(Settle(rail.number, token))
@@ -270,6 +275,8 @@ class PeerExchange:
     def _on_key(
         self, token: bytes, places: tuple[tuple[int, int], ...] | None, status: Status
     ) -> None:
+        if places is not None and len(places) != self._num_theirs:
+            raise ProtocolViolation(f"a key for {len(places)} devices, not {self._num_theirs}")
         if not self._keys.told(token, places):
             raise ProtocolViolation("a key was told that nobody has asked for")
         for rail in list(self._rails.values()):

@@ -100,7 +100,11 @@ class QueuePair:
 
         The kernel resolves the other device's address in here, for which it waits up to a
         second if it is not known; see `reachability`.
+
+        Raises:
+            PyverbsError: it is destroyed, or does not reach the other end.
         """
+        self._check()
         attributes = QPAttr(port_num=self._device.port)
         attributes.pkey_index = 0
         attributes.qp_access_flags = RESPONDER_RIGHTS if self._serves else 0
@@ -133,8 +137,9 @@ class QueuePair:
         """Post a chain of send requests.
 
         Raises:
-            PyverbsRDMAError: the queue is full, or the pair cannot send.
+            PyverbsRDMAError: it is destroyed, its queue is full, or it cannot send.
         """
+        self._check()
         self._pair.post_send(request)
 
     def fail(self) -> None:
@@ -145,6 +150,11 @@ class QueuePair:
                 self._pair.modify(attributes, STATE_ONLY)
             except PyverbsError:
                 self.close()  # its device is gone
+
+    def _check(self) -> None:
+        # pyverbs would follow a null pointer.
+        if not self._is_open:
+            raise PyverbsRDMAError("the queue pair is destroyed")
 
     def close(self) -> None:
         """Destroy it: no memory is touched through it any more. Idempotent."""

@@ -33,7 +33,7 @@ def check_reachable(device: Device, end: End) -> None:
     if device.is_infiniband or ours is None or theirs is None or ours == theirs:
         return
     if _was_missed(theirs, device.interface):
-        _ask(ours, theirs)
+        _ask(theirs, device.interface)
         raise ConnectionError(f"{theirs} does not answer on {device.interface}")
 
 
@@ -50,9 +50,10 @@ def _was_missed(address: str, interface: str) -> bool:
     return False
 
 
-def _ask(ours: str, theirs: str) -> None:
+def _ask(address: str, interface: str) -> None:
     # What fails here is told by the kernel when the pair is connected.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
         sock.setblocking(False)
-        sock.bind((ours, 0))
-        sock.sendto(b"", (theirs, DISCARD_PORT))
+        # Routes may lead over another card of the same network.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
+        sock.sendto(b"", (address, DISCARD_PORT))
