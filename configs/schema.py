@@ -42,10 +42,13 @@ class Exactness(StrEnum):
 
 
 class TransferBackend(StrEnum):
-    """`auto` picks shared memory on the same host and tcp elsewhere, peer by peer."""
+    """`auto` picks shared memory on the same host, else RDMA verbs if both sides have devices, else
+    tcp, peer by peer.
+    """
 
     AUTO = "auto"
     SHARED_MEMORY = "shared_memory"
+    VERBS = "verbs"
     TCP = "tcp"
 
 
@@ -105,6 +108,12 @@ class TransferConfig(Frozen):
         max_length=16,
         description="Local addresses, one per network card, over which tcp bytes are spread;"
         " none: `host` alone.",
+    )
+    devices: tuple[str, ...] = Field(
+        (),
+        max_length=16,
+        description="RDMA devices over which bytes are spread, as mlx5_0 or mlx5_0:2 for another"
+        " port than the first; none: all that are up.",
     )
     shares: TransferShares = TransferShares()
     process_memory: bool = Field(

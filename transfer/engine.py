@@ -8,16 +8,18 @@ import weakref
 from types import TracebackType
 from typing import Final, Self
 
+import msgspec
 import torch
 
 from configs.schema import TransferBackend, TransferConfig
 from transfer.arguments import check_handler, check_name, check_type
 from transfer.arrivals import Arrivals
 from transfer.calling import Caller
-from transfer.errors import EngineClosed, PeerLost, PeerUnknown, TransferTimeout
+from transfer.errors import DeviceUnavailable, EngineClosed, PeerLost, PeerUnknown, TransferTimeout
 from transfer.event_loop import EventLoop
 from transfer.explanation import Explanation, explain_link, explain_self
-from transfer.links import Links, LostHandler, NotifyHandler
+from transfer.handlers import LostHandler, NotifyHandler
+from transfer.links import Links
 from transfer.memory import Memory
 from transfer.movement import Movement
 from transfer.operations import Mover, deadline_after
@@ -89,29 +91,35 @@ class TransferEngine(Movement, Arrivals):
 
         Raises:
             OSError: the host cannot be listened on.
+            DeviceUnavailable: RDMA, or a device of that name, was asked for and is not there.
             EngineClosed: an engine is opened once.
         """
         if self._state != "new":
             raise EngineClosed(f"an engine is opened once; this one is {self._state}")
         backend = self._config.backend
+        rdma = self._links.rdma
         try:
-            self._rendezvous.listen(
+            rdma.open(self._config)
+            facts = self._rendezvous.listen(
                 self._config.host,
                 rails=self._config.rails,
-                shared_memory=backend is not TransferBackend.TCP,
-                tcp=backend is not TransferBackend.SHARED_MEMORY,
+                shared_memory=backend in (TransferBackend.AUTO, TransferBackend.SHARED_MEMORY),
+                tcp=backend in (TransferBackend.AUTO, TransferBackend.TCP),
             )
+            self._rendezvous.facts = msgspec.structs.replace(facts, verbs=rdma.devices)
             self._board.open()
             self._links.service.open()
             self._loop.start()
-        except OSError:
+        except (OSError, DeviceUnavailable):
             self._state = "closed"
+            rdma.discard()
             self._links.service.close()
             self._rendezvous.abandon()
             self._board.abandon()
             raise
         self._state = "open"
         self._loop.call(self._rendezvous.start)
+        self._loop.call(rdma.start)
         _engines.add(self)
         return self
 
@@ -133,6 +141,7 @@ class TransferEngine(Movement, Arrivals):
         # Called at the loop's end; by its stop, if a failure has ended it before.
         self._loop.call(lambda: self._links.close("the engine was closed", error))
         self._loop.call(self._rendezvous.close)
+        self._loop.call(self._links.rdma.close)
         self._loop.stop()
         self._links.service.close()
         self._staging.close()
@@ -179,6 +188,7 @@ class TransferEngine(Movement, Arrivals):
         found = self._offers.withdraw_region(check_type("region", region, Region))
         for token, offer in found:
             self._tell_withdrawn(token, offer.to)
+        self._links.rdma.release(region)
         return self._await_retired([token for token, _ in found])
 
     def offer(
@@ -282,7 +292,7 @@ class TransferEngine(Movement, Arrivals):
         if len(payload) > self._config.notify_bytes_max:
             raise ValueError(f"{len(payload)} bytes exceed {self._config.notify_bytes_max}")
         if name == self.name:
-            self._links.notify_self(name, bytes(payload))
+            self._links.handlers.deliver_soon(name, bytes(payload))
             return
         link = self._table.ready(name)
         started = time.monotonic()
@@ -296,11 +306,11 @@ class TransferEngine(Movement, Arrivals):
 
     def on_notify(self, handler: NotifyHandler) -> None:
         """Call `handler(peer, payload)` for each notify, on the engine's thread. Before `open`."""
-        self._links.notify_handlers.append(check_handler(handler))
+        self._links.handlers.notify.append(check_handler(handler))
 
     def on_peer_lost(self, handler: LostHandler) -> None:
         """Call `handler(peer, evidence)` once per lost peer, on the engine's thread."""
-        self._links.lost_handlers.append(check_handler(handler))
+        self._links.handlers.lost.append(check_handler(handler))
 
     def explain(self, peer: str | Peer, memory: Region | RegionKey | None = None) -> Explanation:
         """Say which backend and rails carry bytes to a peer, and why others are not used.
@@ -315,7 +325,8 @@ class TransferEngine(Movement, Arrivals):
         name = name_of(peer)
         if name == self.name:
             return explain_self(name)
-        return explain_link(self._rendezvous.facts, self._table.ready(name), memory)
+        missing = self._links.rdma.missing
+        return explain_link(self._rendezvous.facts, missing, self._table.ready(name), memory)
 
     def statistics(self) -> TransferStatistics:
         """Return what was done so far."""

@@ -15,7 +15,8 @@
         StorageFailed               a file did not take or give its bytes
             StorageFull             the file system has no room, or a limit was met (retryable)
             StorageBusy             another process owns the file (retryable)
-        DeviceUnavailable           this process cannot use memory of that kind
+        DeviceUnavailable           this process cannot use memory, or cards, of that kind
+        RegistrationFailed          memory that the network cards cannot be given
         ControlError
             RpcTimeout              no reply in time (retryable)
             RemoteError             the handler of the request raised
@@ -236,16 +237,30 @@ class StorageBusy(StorageFailed):
 
 
 class DeviceUnavailable(TransferError):
-    """This process cannot use memory of that kind.
+    """This process cannot use memory, or network cards, of that kind.
 
     Attributes:
-        kind: kind of memory, as "cuda:0".
+        kind: as "cuda:0" or "RDMA".
         reason: what is missing.
     """
 
     def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(f"no {kind} memory here: {reason}")
+        super().__init__(f"no {kind} here: {reason}")
         self.kind = kind
+        self.reason = reason
+
+
+class RegistrationFailed(TransferError):
+    """Memory could not be registered with the network cards, which has to be done to use it.
+
+    Attributes:
+        nbytes: size of the memory.
+        reason: what the system says; often a limit of locked memory (`ulimit -l`).
+    """
+
+    def __init__(self, nbytes: int, reason: str) -> None:
+        super().__init__(f"{nbytes} bytes cannot be registered with the network cards: {reason}")
+        self.nbytes = nbytes
         self.reason = reason
 
 

@@ -11,6 +11,7 @@ from transfer.region import Access, Region, RegionKey
 from transfer.statistics import RailStatistics
 
 BOTH: Final = (Access.READ | Access.WRITE).value
+CHEAPER: Final = "a copy in memory is cheaper"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +47,14 @@ def explain_self(name: str) -> Explanation:
     return Explanation(peer=name, backend="local", reason="it is this process itself")
 
 
-def explain_link(own: Facts, link: PeerLink, memory: Region | RegionKey | None) -> Explanation:
+def explain_link(
+    own: Facts, no_verbs: str, link: PeerLink, memory: Region | RegionKey | None
+) -> Explanation:
     """Explain the way to a connected peer.
 
     Args:
         own: what this engine tells about itself.
+        no_verbs: why it has no RDMA devices; "" if it has.
         link: the connection.
         memory: our region or the peer's key that is to be moved; None = what `allocate` made.
     """
@@ -64,7 +68,7 @@ def explain_link(own: Facts, link: PeerLink, memory: Region | RegionKey | None) 
             peer=link.name,
             backend="shared_memory",
             reason="same host, and the peer's memory can be mapped here",
-            others=(("tcp", "a copy in memory is cheaper"),),
+            others=(("verbs", CHEAPER), ("tcp", CHEAPER)),
         )
     rails = tuple(link.requests.rails(region))
     if link.backend == "shared_memory":
@@ -75,12 +79,15 @@ def explain_link(own: Facts, link: PeerLink, memory: Region | RegionKey | None) 
             rails=rails,
             others=(("shared_memory", "the memory was not made by `allocate`: not mappable"),),
         )
+    others = [("shared_memory", _why_not_shared(own, link.facts))]
+    if link.backend != "verbs":
+        others.append(("verbs", no_verbs or "the peer has no RDMA devices"))
     return Explanation(
         peer=link.name,
         backend=link.backend,
         reason="the best that both sides have in common",
         rails=rails,
-        others=(("shared_memory", _why_not_shared(own, link.facts)),),
+        others=tuple(others),
     )
 
 

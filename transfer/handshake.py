@@ -52,6 +52,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         local_socket: name of its abstract unix socket.
         shared_memory: whether it is willing to share memory.
         tcp: whether it is willing to talk tcp.
+        verbs: names of the RDMA devices it uses; none: it has none.
         rails: "host:port" of each address that takes data connections; none: `address` alone.
     """
 
@@ -61,6 +62,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     shared_memory: bool
     tcp: bool
     rails: tuple[str, ...] = ()
+    verbs: tuple[str, ...] = ()
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

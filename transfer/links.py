@@ -20,15 +20,17 @@ from transfer.errors import (
     PeerLost,
     ProtocolViolation,
     TransferError,
-    TransferTimeout,
 )
 from transfer.event_loop import EventLoop
+from transfer.handlers import Handlers
 from transfer.handshake import Facts, Purpose, shown
 from transfer.immediates import ImmediateBoard
+from transfer.keepalive import keep_alive
 from transfer.peer import LinkState, PeerLink, PeerTable
 from transfer.priority import shares_of
 from transfer.rail_opener import RailOpener
 from transfer.rail_preferences import RailPreferences
+from transfer.rdma import Rdma
 from transfer.region import TOKEN_BYTES, OfferTable
 from transfer.rendezvous import Greeted, Outcome, Rendezvous
 from transfer.requests import Requests
@@ -47,17 +49,6 @@ RECEIVE_BYTES: Final = 256 << 10
 SERVING_MAX: Final = 64
 # What a peer sent before its end is delivered, up to this many reads.
 LAST_READS_MAX: Final = 64
-BACKLOG_MAX: Final = 1 << 14
-# A peer whose machine vanished is found out after about this long, without any traffic.
-KEEPALIVE: Final = {
-    socket.TCP_KEEPIDLE: 5,
-    socket.TCP_KEEPINTVL: 2,
-    socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 10_000,
-}
-
-NotifyHandler = Callable[[str, bytes], None]
-LostHandler = Callable[[str, str], None]
 
 
 class Links:
@@ -85,13 +76,13 @@ class Links:
         self.board = ImmediateBoard(lost=table.lost, on_signal_lost=self._on_signal_lost)
         self.service = Service(loop.name, offers, self.board, tally, on_failure=loop.fail)
         self.told = ToldAddresses(offers, enabled=config.process_memory)
-        self.notify_handlers: list[NotifyHandler] = []
-        self.lost_handlers: list[LostHandler] = []
+        self.rdma = Rdma(offers, loop, self.board)
+        self.handlers = Handlers(loop, tally)
 
     def bind(self, rendezvous: Rendezvous) -> None:
         """Tell where connections come from."""
         self._rendezvous = rendezvous
-        self._opener = RailOpener(self._config, self._table, self._tally, self._loop, rendezvous)
+        self._opener = RailOpener(self._config, self.rdma, self._tally, self._loop, rendezvous)
 
     def admit(self, purpose: Purpose, name: str) -> str | None:
         """Say why a caller is not wanted; None if it is."""
@@ -118,7 +109,7 @@ class Links:
         """Take over a connection that a peer has made."""
         if greeted.purpose is Purpose.CONTROL:
             link = self._make_link(greeted)
-            if link is not None and link.backend == "tcp":
+            if link is not None and link.backend != "shared_memory":
                 link.become_ready()
             return
         link = self._table.get(greeted.name)
@@ -138,7 +129,7 @@ class Links:
                 link = self._make_link(outcome)
                 if link is None:
                     outcome = HandshakeRefused(address, "no backend in common", outcome.name)
-                elif link.backend == "tcp":
+                elif link.backend != "shared_memory":
                     link.become_ready()
                 else:
                     self._dial_signal(link)
@@ -162,8 +153,7 @@ class Links:
         self.board.notify()
         self._close(link, PeerLost(link.name, evidence))
         if was_ready and not fenced:
-            for handler in self.lost_handlers:
-                self._run_handler(partial(handler, link.name, evidence))
+            self.handlers.tell_lost(link.name, evidence)
 
     def fence(self, name: str, reason: str) -> None:
         """End the link of a fenced name and forget its counts."""
@@ -186,37 +176,26 @@ class Links:
         """Fail operations that are beyond their deadlines. At every tick."""
         for link in self._table.links():
             link.requests.expire(now)
+            if link.rdma is not None:
+                link.rdma.expire(now)
         self.told.expire()
 
     def tell_withdrawn(self, link: PeerLink, token: bytes) -> None:
-        """Tell a peer that a key is void. Any thread; never waits."""
+        """Make a key void at our cards, and tell the peer. Any thread; never waits."""
+        if link.rdma is not None:
+            link.rdma.withdraw(token)
         if link.control.full:
-            # It has not read for megabytes, and would go on using keys that are void.
-            self._loop.call(lambda: self.lose(link, "it does not read its control connection"))
+            # It would go on using keys that are void.
+            self._lose_silent(link)
         else:
             link.control.send(encode_control(ControlKind.WITHDRAWN, token))
-
-    def notify_self(self, name: str, payload: bytes) -> None:
-        """Deliver to our own handlers, on the engine's thread. Any thread.
-
-        Raises:
-            TransferTimeout: the handlers are thousands of calls behind.
-        """
-        self._loop.check()
-        if self._loop.backlog > BACKLOG_MAX:
-            raise TransferTimeout(name, "notify", backend="local")
-        self._loop.call(lambda: self.deliver(name, payload))
-
-    def deliver(self, name: str, payload: bytes) -> None:
-        """Give a notify to the handlers."""
-        self._tally.count("notifies_received")
-        for handler in self.notify_handlers:
-            self._run_handler(partial(handler, name, payload))
 
     def _backend(self, facts: Facts) -> str | None:
         own = self._rendezvous.facts
         if own.shared_memory and facts.shared_memory and own.host == facts.host:
             return "shared_memory"
+        if own.verbs and facts.verbs:
+            return "verbs"
         return "tcp" if own.tcp and facts.tcp else None
 
     def _make_link(self, greeted: Greeted) -> PeerLink | None:
@@ -227,9 +206,9 @@ class Links:
         stale = self._table.get(greeted.name)
         if stale is not None:
             self.lose(stale, stale.evidence or "replaced")
-        _keep_alive(greeted.sock)
+        keep_alive(greeted.sock)
         name = greeted.name
-        rails = self._opener.names(backend, greeted.facts)
+        rails = self._opener.rails(backend, greeted.facts)
         requests = Requests(
             name,
             self._loop,
@@ -237,7 +216,8 @@ class Links:
             num_rails=len(rails),
             prefer=RailPreferences([rail.local for rail in rails]).order_for,
             shares=shares_of(self._config),
-            open_rail=lambda idx, done: self._opener.open(name, rails[idx], requests, done),
+            open_rail=lambda idx, done: self._opener.open(link, rails[idx], idx, requests, done),
+            orders_immediates=backend != "verbs",
         )
         parser = ControlParser(self._config.notify_bytes_max)
         control = Stream(
@@ -264,6 +244,13 @@ class Links:
                 enabled=self._config.process_memory,
             ),
         )
+        if backend == "verbs":
+            link.rdma = self.rdma.connect(
+                name,
+                greeted.facts.verbs,
+                send=partial(self._send_verbs, link),
+                lose=lambda evidence: self.lose(link, evidence),
+            )
         self.board.drop(name)
         self._table.add(link)
         control.open()
@@ -313,15 +300,19 @@ class Links:
         if self._table.fenced(link.name) is not None:
             return  # a handler has fenced it between two frames
         if kind is ControlKind.NOTIFY:
-            self.deliver(link.name, content)
+            self.handlers.deliver(link.name, content)
         elif kind is ControlKind.WITHDRAWN:
             link.windows.drop(content)
             link.locations.drop(content)
             self.staging.drop(link.name, content)
+            if link.rdma is not None:
+                link.rdma.drop_key(content)
         elif kind is ControlKind.LOCATE:
             self._tell_address(link, content)
         elif kind is ControlKind.LOCATED:
             self._take(link, lambda: link.locations.on_located(content))
+        elif kind is ControlKind.VERBS:
+            self._take(link, lambda: _on_verbs(link, content))
         elif kind is ControlKind.RETIRED:
             self.told.on_retired(content, by=link.name)
         elif kind is ControlKind.STORAGE_ASK or kind is ControlKind.STORAGE_ANSWER:
@@ -350,8 +341,20 @@ class Links:
             self._tally.count("malformed")
             link.control.broken(f"carried nonsense: {error.problem}")
 
+    def _send_verbs(self, link: PeerLink, content: bytes) -> None:
+        """Tell a peer about queue pairs. Any thread; never waits."""
+        if link.control.full:
+            self._lose_silent(link)
+        else:
+            link.control.send(encode_control(ControlKind.VERBS, content))
+
+    def _lose_silent(self, link: PeerLink) -> None:
+        self._loop.call(lambda: self.lose(link, "it does not read its control connection"))
+
     def _read_to_the_end(self, link: PeerLink) -> None:
         self.service.deliver()
+        if link.rdma is not None:
+            link.rdma.drain()
         if link.signal is not None:
             self.board.drain_channel(link.signal)
         for _ in range(LAST_READS_MAX):
@@ -371,22 +374,16 @@ class Links:
         link.locations.close()
         link.control.close()
         link.requests.close(error)
+        if link.rdma is not None:
+            self.rdma.disconnect(link.rdma)
         link.windows.clear()
         self.service.close_peer(link.served_id)
         if link.signal is not None:
             self.board.poll.remove(link.signal)
             link.signal.close()
 
-    def _run_handler(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception:
-            # The user's bug must not end everybody's transfers; it is theirs to see in the log.
-            logger.exception("a handler of transfer events raised")
 
-
-def _keep_alive(sock: socket.socket) -> None:
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+def _on_verbs(link: PeerLink, content: bytes) -> None:
+    if link.rdma is None:
+        raise ProtocolViolation("about queue pairs, where there are none")
+    link.rdma.on_message(content)

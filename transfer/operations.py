@@ -93,7 +93,7 @@ class Mover:
             if immediate is not None:
                 self._signal(link, immediate, handle)
         else:
-            handle.backend = "tcp"
+            handle.backend = "tcp" if link.rdma is None else "verbs"
             self._submit(link, RequestKind.WRITE, source, target, pieces, immediate, handle, kind)
             return handle
         handle.bytes_moved = handle.nbytes
@@ -131,7 +131,7 @@ class Mover:
                 window = link.windows.get(source, deadline)
                 _copy(target.array, target.start, window.array, window.start, pieces)
         elif location is None or not link.locations.read(source, location, target, pieces):
-            handle.backend = "tcp"
+            handle.backend = "tcp" if link.rdma is None else "verbs"
             self._submit(link, RequestKind.READ, target, source, pieces, None, handle, kind)
             return handle
         handle.bytes_moved = handle.nbytes
@@ -240,8 +240,8 @@ class Mover:
         if peer == self._name:
             return "local", None
         link = self._table.ready(peer)
-        if link.backend == "tcp":
-            return "tcp", link
+        if link.backend != "shared_memory":
+            return link.backend, link
         return ("shared_memory" if key.shareable else "process_memory"), link
 
     def _locate(
@@ -320,6 +320,8 @@ class Mover:
         if not handle.nbytes and immediate is None:
             handle.finish()
             return
+        if link.rdma is not None and handle.nbytes:
+            link.rdma.register(region)
         operation = Operation(
             kind=kind,
             handle=handle,

@@ -13,6 +13,7 @@ from transfer.backends.process_memory import Locations, PeerProcess
 from transfer.backends.shared_memory import Windows
 from transfer.errors import PeerLost, PeerUnknown
 from transfer.handshake import Facts
+from transfer.rdma import RdmaPeer
 from transfer.requests import Requests
 from transfer.signals import SignalChannel
 from transfer.stream import Stream
@@ -37,6 +38,7 @@ class PeerLink:
         farewell: what the peer said when it closed, "" if it said nothing.
         ending: its last words are being read.
         settled: set when the link is ready, or lost before it was.
+        rdma: its queue pairs and keys; None unless `backend` is "verbs".
         served_id: names this life of the peer at the service of our memory.
     """
 
@@ -60,6 +62,7 @@ class PeerLink:
         self.requests = requests
         self.windows = windows
         self.locations = locations
+        self.rdma: RdmaPeer | None = None
         self._process: PeerProcess | None = None
         self.signal: SignalChannel | None = None
         self.state = LinkState.CONNECTING
@@ -116,7 +119,7 @@ class Peer:
     Attributes:
         name: its incarnation.
         address: "host:port" of its listener.
-        backend: "shared_memory", "tcp", or "local" for this process itself.
+        backend: "shared_memory", "verbs", "tcp", or "local" for this process itself.
     """
 
     name: str

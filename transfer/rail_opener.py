@@ -16,8 +16,9 @@ from configs.schema import TransferConfig
 from transfer.backends.tcp import TcpRail
 from transfer.event_loop import EventLoop
 from transfer.handshake import Facts, Purpose
-from transfer.peer import PeerTable
+from transfer.peer import LinkState, PeerLink
 from transfer.rail import RailLink, RailName, SliceSink
+from transfer.rdma import Rdma
 from transfer.rendezvous import Greeted, Outcome, Rendezvous
 from transfer.statistics import Tally
 
@@ -30,19 +31,21 @@ class RailOpener:
     def __init__(
         self,
         config: TransferConfig,
-        table: PeerTable,
+        rdma: Rdma,
         tally: Tally,
         loop: EventLoop,
         rendezvous: Rendezvous,
     ) -> None:
         self._config = config
-        self._table = table
+        self._rdma = rdma
         self._tally = tally
         self._loop = loop
         self._rendezvous = rendezvous
 
-    def names(self, backend: str, facts: Facts) -> list[RailName]:
+    def rails(self, backend: str, facts: Facts) -> list[RailName]:
         """Return the rails that lead to a peer: by a unix socket on the same host."""
+        if backend == "verbs":
+            return self._rdma.rails(facts.verbs)
         if backend != "tcp":
             return [RailName("unix", "", f"@{facts.local_socket}")]
         ours = self._config.rails or (self._config.host,)
@@ -51,9 +54,17 @@ class RailOpener:
         return [RailName("tcp", ours[i % len(ours)], theirs[i % len(theirs)]) for i in range(count)]
 
     def open(
-        self, peer: str, rail: RailName, sink: SliceSink, done: Callable[[RailLink | None], None]
+        self,
+        peer: PeerLink,
+        rail: RailName,
+        idx: int,
+        sink: SliceSink,
+        done: Callable[[RailLink | None], None],
     ) -> None:
-        """Make a link; the callback gets it, or None."""
+        """Make a link over the `idx`-th rail; the callback gets it, or None."""
+        if peer.rdma is not None:
+            peer.rdma.open_rail(rail, idx, sink, done)
+            return
 
         def dialed(sock: socket.socket | None) -> None:
             if sock is None:
@@ -68,10 +79,9 @@ class RailOpener:
         self._dial(peer, rail, dialed)
 
     def _dial(
-        self, peer: str, rail: RailName, done: Callable[[socket.socket | None], None]
+        self, peer: PeerLink, rail: RailName, done: Callable[[socket.socket | None], None]
     ) -> None:
-        link = self._table.get(peer)
-        if link is None or link.evidence is not None:
+        if peer.state is LinkState.LOST or peer.evidence is not None:
             done(None)
             return
 
@@ -79,11 +89,11 @@ class RailOpener:
             if isinstance(outcome, Greeted):
                 done(outcome.sock)
             else:
-                logger.debug("no data connection to %s: %s", peer, outcome.reason)
+                logger.debug("no data connection to %s: %s", peer.name, outcome.reason)
                 done(None)
 
         # With a single address the routing decides where we call from.
         source = rail.local if self._config.rails and rail.backend == "tcp" else None
         self._rendezvous.dial(
-            rail.remote, Purpose.DATA, name=peer, source=source, on_outcome=dialed
+            rail.remote, Purpose.DATA, name=peer.name, source=source, on_outcome=dialed
         )

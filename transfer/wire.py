@@ -48,6 +48,7 @@ class ControlKind(IntEnum):
     RETIRED = 6
     STORAGE_ASK = 7
     STORAGE_ANSWER = 8
+    VERBS = 9
 
 
 class RequestKind(IntEnum):

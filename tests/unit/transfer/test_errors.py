@@ -24,6 +24,7 @@ SAMPLES = [
     errors.StorageFull("slab", "write", "no room", errno=28),
     errors.StorageBusy("slab", "open", "locked"),
     errors.DeviceUnavailable("cuda:0", "torch has no CUDA"),
+    errors.RegistrationFailed(4096, "Cannot allocate memory"),
     errors.ControlError("bad"),
     errors.RpcTimeout("host:1", 2.0),
     errors.RemoteError("ValueError", "no"),

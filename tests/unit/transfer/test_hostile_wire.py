@@ -119,13 +119,18 @@ def test_data_needs_a_control_connection_first(engine: TransferEngine, purpose: 
 def test_nonsense_on_a_control_connection_loses_the_peer(engine: TransferEngine) -> None:
     lost: list[str] = []
     engine.on_peer_lost(lambda name, evidence: lost.append(evidence))
-    for data in (b"\xff\xff\xff\xff\x01", b"\x00\x00\x00\x00\x01", b"\x02\x00\x00\x00\x09x"):
+    for data in (
+        b"\xff\xff\xff\xff\x01",
+        b"\x00\x00\x00\x00\x01",
+        b"\x02\x00\x00\x00\xeex",
+        b"\x02\x00\x00\x00\x09x",
+    ):
         name = new_name()
         with greet(engine, Purpose.CONTROL, name) as sock:
             sock.sendall(data)
             eventually(lambda: len(lost) > 0, "lost")
         assert "nonsense" in lost.pop()
-    assert engine.statistics().malformed == 3
+    assert engine.statistics().malformed == 4
 
 
 def request(kind: RequestKind = RequestKind.WRITE, **changes: object) -> Request:

@@ -13,6 +13,9 @@ from transfer.region import OfferTable, Region
 
 logger = logging.getLogger(__name__)
 
+# A forked child must not destroy, by collecting them, what belongs to its parent.
+_abandoned: list[object] = []
+
 
 class VerbsBackend:
     """The RDMA devices of one engine."""
@@ -78,8 +81,13 @@ class VerbsBackend:
             self.disconnect(exchange)
         self._loop.call(self._close_devices)
 
+    def discard(self) -> None:
+        """Close the devices, which nobody has used."""
+        self._close_devices()
+
     def abandon(self) -> None:
-        """Close the descriptors only: in a forked child."""
+        """Give up the descriptors: in a forked child."""
+        _abandoned.append(self)
         for exchange in self._peers.values():
             exchange.abandon()
         for device in self._devices:

@@ -21,7 +21,8 @@ try:
 except ImportError:
     import pyverbs.enums as enums
 
-__all__ = ["PyverbsError", "PyverbsRDMAError", "constant", "enums", "error_text", "opening"]
+__all__ = ["PyverbsError", "PyverbsRDMAError", "constant", "enums", "error_text", "give_up",
+           "is_event_file", "opening"]  # fmt: skip
 
 EVENT_FILES: Final = ("anon_inode:[infinibandevent]", "/dev/infiniband/uverbs")
 
@@ -62,6 +63,16 @@ def _event_files() -> set[int]:
         if target.startswith(EVENT_FILES):
             found.add(int(name))
     return found
+
+
+def give_up(descriptor: int) -> None:
+    """Close a descriptor that belongs to the parent, in a forked child.
+
+    Its number stays taken: libibverbs still knows it, and may yet close it.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(nowhere, descriptor, inheritable=False)
+    os.close(nowhere)
 
 
 def is_event_file(descriptor: int) -> bool:

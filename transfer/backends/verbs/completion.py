@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pyverbs.cq import CQ, CompChannel
 
-from transfer.backends.verbs.binding import PyverbsRDMAError, constant, opening
+from transfer.backends.verbs.binding import PyverbsRDMAError, constant, give_up, opening
 from transfer.backends.verbs.device import Device, opening_lock
 
 POLLED_AT_ONCE: Final = 64
@@ -78,8 +78,8 @@ class CompletionQueue:
             self._channel.close()
 
     def abandon(self) -> None:
-        """Close the descriptor only: in a forked child."""
-        os.close(self.fd)
+        """Give up the descriptor: in a forked child."""
+        give_up(self.fd)
 
 
 def immediate_of(completion: Any) -> int | None:

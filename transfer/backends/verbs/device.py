@@ -18,6 +18,7 @@ from transfer.backends.verbs.binding import (
     PyverbsRDMAError,
     constant,
     error_text,
+    give_up,
     is_event_file,
     opening,
 )
@@ -145,9 +146,9 @@ class Device:
         self.context.close()
 
     def abandon(self) -> None:
-        """Close the descriptors only: in a forked child, whose parent goes on using them."""
+        """Give up the descriptors: in a forked child, whose parent goes on using them."""
         for descriptor in self._descriptors:
-            os.close(descriptor)
+            give_up(descriptor)
 
 
 def device_names() -> list[str]:

@@ -1,0 +1,166 @@
+"""RDMA of an engine, where the machine has it: the only door to `transfer.backends.verbs`.
+
+The backend needs pyverbs, which the host provides or not, so it is imported when an engine opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from configs.schema import TransferBackend, TransferConfig
+from transfer.backends import verbs
+from transfer.errors import DeviceUnavailable, ProtocolViolation, RegistrationFailed
+from transfer.event_loop import EventLoop
+from transfer.immediates import ImmediateBoard
+from transfer.rail import RailLink, RailName, SliceSink
+from transfer.region import OfferTable, Region
+
+if TYPE_CHECKING:
+    from transfer.backends.verbs.backend import VerbsBackend
+    from transfer.backends.verbs.exchange import PeerExchange
+
+WANTED: Final = (TransferBackend.AUTO, TransferBackend.VERBS)
+
+
+class RdmaPeer:
+    """Everything about RDMA with one peer. On the engine's thread unless said otherwise."""
+
+    def __init__(self, exchange: PeerExchange) -> None:
+        self._exchange = exchange
+        self.on_message = exchange.on_message
+        self.drop_key = exchange.drop_key
+        self.drain = exchange.drain
+        self.expire = exchange.expire
+        self.withdraw = exchange.withdraw
+
+    def open_rail(
+        self, rail: RailName, idx: int, sink: SliceSink, done: Callable[[RailLink | None], None]
+    ) -> None:
+        """Make a link over the `idx`-th rail; the callback gets it, or None."""
+        self._exchange.open_rail(rail, idx, sink, done)
+
+    def register(self, region: Region) -> None:
+        """Register a region with the cards, if it is not. Any thread.
+
+        Raises:
+            RegistrationFailed: it cannot be.
+        """
+        from transfer.backends.verbs.binding import PyverbsError, error_text
+
+        try:
+            self._exchange.register(region)
+        except PyverbsError as error:
+            raise RegistrationFailed(region.nbytes, error_text(error)) from error
+
+
+class Rdma:
+    """The RDMA devices of one engine.
+
+    Attributes:
+        devices: names of those that are open, in the order of rails; () = none.
+        missing: why there are none; "" if there are.
+    """
+
+    def __init__(self, offers: OfferTable, loop: EventLoop, board: ImmediateBoard) -> None:
+        self._offers = offers
+        self._loop = loop
+        self._board = board
+        self._backend: VerbsBackend | None = None
+        self.devices: tuple[str, ...] = ()
+        self.missing = "this engine's configuration excludes it"
+
+    def open(self, config: TransferConfig) -> None:
+        """Open the devices, if they are wanted. Before the loop starts.
+
+        Raises:
+            DeviceUnavailable: RDMA alone is wanted, or a device by name, and it is not there.
+        """
+        if config.backend not in WANTED:
+            return
+        required = config.backend is TransferBackend.VERBS or bool(config.devices)
+        self.missing = verbs.unavailable() or self._open(config.devices)
+        if self.missing and required:
+            raise DeviceUnavailable("rdma", self.missing)
+
+    def _open(self, wanted: tuple[str, ...]) -> str:
+        from transfer.backends.verbs.backend import VerbsBackend
+        from transfer.backends.verbs.binding import PyverbsError, error_text
+
+        backend = VerbsBackend(self._offers, self._loop)
+        try:
+            self.devices = backend.open(wanted)
+        except (LookupError, OSError) as error:
+            return str(error)
+        except PyverbsError as error:
+            return error_text(error)
+        if not self.devices:
+            return "no RDMA device is up"
+        self._backend = backend
+        return ""
+
+    def start(self) -> None:
+        """Watch the devices. On the engine's thread."""
+        if self._backend is not None:
+            self._backend.start()
+
+    def connect(
+        self,
+        name: str,
+        theirs: tuple[str, ...],
+        *,
+        send: Callable[[bytes], None],
+        lose: Callable[[str], None],
+    ) -> RdmaPeer | None:
+        """Make a peer; None where either side has no devices. On the engine's thread.
+
+        Args:
+            name: of the peer.
+            theirs: the names of its devices.
+            send: puts a message on its control connection. Any thread, never waits.
+            lose: ends the peer, with the evidence.
+        """
+        if self._backend is None or not theirs:
+            return None
+
+        def count(immediates: list[int]) -> None:
+            try:
+                self._board.count(name, immediates)
+            except ProtocolViolation as error:
+                problem = error.problem
+                self._loop.call(lambda: lose(problem))
+
+        return RdmaPeer(self._backend.connect(name, len(theirs), send=send, count=count))
+
+    def disconnect(self, peer: RdmaPeer) -> None:
+        """Destroy all queue pairs and keys of a peer: it reaches nothing any more."""
+        assert self._backend is not None
+        self._backend.disconnect(peer._exchange)
+
+    def rails(self, theirs: tuple[str, ...]) -> list[RailName]:
+        """Return the rails to a peer: our i-th device with its i-th, all of both in use."""
+        ours = self.devices
+        count = max(len(ours), len(theirs))
+        return [
+            RailName("verbs", ours[i % len(ours)], theirs[i % len(theirs)]) for i in range(count)
+        ]
+
+    def release(self, region: Region) -> None:
+        """Deregister a region. Any thread."""
+        if self._backend is not None:
+            self._backend.release(region)
+
+    def close(self) -> None:
+        """Close the devices. On the engine's thread."""
+        if self._backend is not None:
+            self._backend.close()
+
+    def discard(self) -> None:
+        """Close the devices of an engine that did not come to open."""
+        if self._backend is not None:
+            self._backend.discard()
+
+    def abandon(self) -> None:
+        """Close the descriptors only: the way out after a fork."""
+        if self._backend is not None:
+            self._backend.abandon()
