@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, cast
 
+from transfer.backends.lane import tune
 from transfer.backends.served import CLOSED, IMMEDIATE
 from transfer.backends.server import ServerLike, make_server
 from transfer.errors import ProtocolViolation
@@ -118,8 +119,10 @@ class Service:
     def attach(self, peer_id: int, sock: socket.socket) -> None:
         """Serve a connection; the socket is the service's."""
         try:
+            tune(sock)
             self._server.attach(peer_id, sock.detach())
         except OSError as error:
+            sock.close()
             logger.info("a data connection could not be served: %s", error)
 
     def deliver(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
-from transfer.backends.lane import Finished, LaneLike, make_lane, progress
+from transfer.backends.lane import Finished, LaneLike, make_lane, progress, tune
 from transfer.event_loop import READABLE, WRITABLE, EventLoop
 from transfer.rail import RailName, SliceSink
 from transfer.slices import Slice
@@ -252,6 +252,10 @@ class TcpRail:
             self._sink.broken(self, evidence)
 
     def _add(self, sock: socket.socket, urgent: bool) -> None:
+        try:
+            tune(sock)
+        except OSError:
+            pass  # it broke already, as its lane will say
         entry = _Entry(make_lane(sock.detach()), urgent, READABLE)
         self._entries.append(entry)
         self._count_lanes()
