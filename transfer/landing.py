@@ -7,8 +7,6 @@ import os
 import socket
 from array import array
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Final
 
@@ -29,24 +27,11 @@ _scratch: Final = memoryview(bytearray(SCRATCH_BYTES))
 
 
 class Landing:
-    """A list of places that bytes from a socket fill in order.
+    """A list of places that bytes from a socket fill in order."""
 
-    With `lock` and `allowed`, every step is taken under the lock and only while `allowed()`:
-    once it says no, the rest is read and thrown away (`revoked`), and nothing lands any more.
-    """
-
-    def __init__(
-        self,
-        places: list[memoryview],
-        *,
-        lock: AbstractContextManager[object] | None = None,
-        allowed: Callable[[], bool] | None = None,
-    ) -> None:
+    def __init__(self, places: list[memoryview]) -> None:
         self._places = deque(place for place in places if place.nbytes)
         self.remaining = sum(place.nbytes for place in self._places)
-        self._lock = lock
-        self._allowed = allowed
-        self.revoked = False
         self.descriptor = -1
 
     @classmethod
@@ -61,18 +46,11 @@ class Landing:
             BlockingIOError: nothing is there.
             OSError: the connection broke.
         """
-        if self._lock is None:
-            return self._receive(sock, descriptors=descriptors)
-        with self._lock:
-            if self._allowed is not None and not self.revoked and not self._allowed():
-                self.revoked = True
-                self._places = deque(_scratch_places(self.remaining))
-            return self._receive(sock, descriptors=descriptors)
-
-    def _receive(self, sock: socket.socket, *, descriptors: bool) -> int:
         assert self.remaining
         if descriptors:
-            received, ancillary, flags, _ = sock.recvmsg_into([self._places[0]], DESCRIPTOR_SPACE)
+            received, ancillary, flags, _ = sock.recvmsg_into(
+                [self._places[0]], DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC
+            )
             self._take_descriptors(ancillary)
             if flags & socket.MSG_CTRUNC and self.descriptor < 0:
                 raise OSError(errno.EMFILE, "no room for a descriptor")

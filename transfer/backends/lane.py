@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Protocol
@@ -26,7 +27,7 @@ from transfer.errors import ProtocolViolation
 from transfer.landing import IOVEC_MAX, Landing, gather, scatter, spread
 from transfer.pieces import Ints
 from transfer.region import Bytes
-from transfer.stream import Stream
+from transfer.stream import LINGER_NONE
 from transfer.wire import (
     PLACE,
     REPLY,
@@ -214,7 +215,11 @@ class PythonLane:
                 if self._landing.descriptor >= 0:
                     os.close(self._landing.descriptor)
                     self._landing.descriptor = -1
-                Stream.discard(self._sock, abort=True)
+                with suppress(OSError):  # also wakes who sleeps on it
+                    if not self._local:
+                        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_NONE)
+                    self._sock.shutdown(socket.SHUT_RDWR)
+                self._sock.close()
             return items
 
     def abandon(self) -> None:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
@@ -252,10 +253,8 @@ class TcpRail:
             self._sink.broken(self, evidence)
 
     def _add(self, sock: socket.socket, urgent: bool) -> None:
-        try:
+        with suppress(OSError):  # it broke already, as its lane will say
             tune(sock)
-        except OSError:
-            pass  # it broke already, as its lane will say
         entry = _Entry(make_lane(sock.detach()), urgent, READABLE)
         self._entries.append(entry)
         self._count_lanes()
