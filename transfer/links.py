@@ -27,6 +27,7 @@ from transfer.handshake import Facts, Purpose, shown
 from transfer.immediates import ImmediateBoard
 from transfer.keepalive import keep_alive
 from transfer.peer import LinkState, PeerLink, PeerTable
+from transfer.preference import RailKind
 from transfer.priority import shares_of
 from transfer.rail_opener import RailOpener
 from transfer.rail_preferences import RailPreferences
@@ -214,7 +215,10 @@ class Links:
             self._loop,
             self._tally,
             num_rails=len(rails),
-            prefer=RailPreferences([rail.local for rail in rails]).order_for,
+            prefer=RailPreferences(
+                [rail.local for rail in rails],
+                kind=RailKind.RDMA if backend == "verbs" else RailKind.INTERFACE,
+            ).order_for,
             shares=shares_of(self._config),
             open_rail=lambda idx, done: self._opener.open(link, rails[idx], idx, requests, done),
             orders_immediates=backend != "verbs",

@@ -301,25 +301,27 @@ def rail_order(
     location: str,
     addresses: Sequence[str],
     *,
+    kind: RailKind = RailKind.INTERFACE,
     choice: RailChoice = ANY_RAIL,
 ) -> tuple[tuple[int, ...], ...]:
-    """Order tcp rails, given by their local IP addresses, for memory at a location.
+    """Order rails, given by their local ends, for memory at a location.
 
     Args:
         topology: the machine.
         location: where the memory is.
-        addresses: local addresses of the rails, without prefix lengths.
+        addresses: of interfaces the IP addresses, without prefix lengths; of RDMA the names.
+        kind: what the rails' ends are.
         choice: what the user wants.
 
     Returns:
         Tiers of indices into `addresses`, the best first; rails whose address no interface has
         (wildcards, names, loopback) last.
     """
-    owner = {}
+    owner = {} if kind is RailKind.INTERFACE else {name: name for name in addresses}
     for item in topology.interfaces:
         for address in item.addresses:
             owner[str(ipaddress.ip_interface(address).ip)] = item.name
-    tiers = rail_tiers(topology, location, kind=RailKind.INTERFACE, choice=choice)
+    tiers = rail_tiers(topology, location, kind=kind, choice=choice)
     wanted = [owner.get(address, "") for address in addresses]
     order = [
         tuple(i for name in tier.rails for i, mine in enumerate(wanted) if mine == name)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 
 from transfer.memory import numa_nodes
-from transfer.preference import ANY_RAIL, RailChoice, rail_order
+from transfer.preference import ANY_RAIL, RailChoice, RailKind, rail_order
 from transfer.region import Region
 from transfer.topology import Topology
 from transfer.topology_reader import read_topology
+
+_looking = threading.Lock()
+
+
+@functools.cache
+def _read_once() -> Topology:
+    return read_topology()
+
+
+def _this_machine() -> Topology:
+    # Thousands of small files: a second thread waits instead of reading them too.
+    with _looking:
+        return _read_once()
 
 
 class RailPreferences:
     """Orders rails by how well they suit a location. Thread-safe.
 
-    The machine is looked at once, at the first question where there is a choice at all.
+    The machine is looked at once in a process, at the first question where there is a choice.
 
     Args:
-        addresses: our address of each rail, in the order of the peer's rails.
+        addresses: our end of each rail, in the order of the peer's rails; see `rail_order`.
+        kind: what these ends are.
         look: reads the machine's topology.
         choice: what the user wants.
     """
@@ -26,11 +42,13 @@ class RailPreferences:
         self,
         addresses: Sequence[str],
         *,
-        look: Callable[[], Topology] = read_topology,
+        kind: RailKind = RailKind.INTERFACE,
+        look: Callable[[], Topology] | None = None,
         choice: RailChoice = ANY_RAIL,
     ) -> None:
         self._addresses = tuple(addresses)
-        self._look = look
+        self._kind = kind
+        self._look = look or _this_machine
         self._choice = choice
         self._topology: Topology | None = None
         # Two threads may work out the same order; both come to the same result.
@@ -52,7 +70,9 @@ class RailPreferences:
         if found is None:
             if self._topology is None:
                 self._topology = self._look()
-            found = rail_order(self._topology, location, self._addresses, choice=self._choice)
+            found = rail_order(
+                self._topology, location, self._addresses, kind=self._kind, choice=self._choice
+            )
             found = found if len(found) > 1 else ()
             self._orders[location] = found
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
@@ -328,7 +329,8 @@ def test_regions_that_are_gone_are_deregistered(one_rail: Any, seed: int) -> Non
     for _ in range(20):
         node.write(host(4096, seed), key, 0, 0, 4096).wait()
         (domain,) = node.exchange._domains.values()
-        assert domain.num_registered <= 6, "the regions are gone, their registrations are not"
+        gc.collect()  # an operation and its slices know each other
+        assert domain.num_registered <= 3, "the regions are gone, their registrations are not"
     assert owner.ask("registered") == 1
     owner.ask("withdraw", key)
     assert owner.ask("registered") == 0

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +29,7 @@ import numpy.typing as npt
 from pyverbs.wr import SGE, SendWR
 
 from transfer.backends.verbs.binding import constant
-from transfer.pieces import Ints
+from transfer.backends.verbs.plan import Requests
 
 WRITE: Final = constant("WR_RDMA_WRITE")
 WRITE_WITH_IMMEDIATE: Final = constant("WR_RDMA_WRITE_WITH_IMM")
@@ -55,49 +54,6 @@ _HEAD: Final = struct.Struct("<QQQiiI4sQI")
 _ONE_ELEMENT: Final = struct.Struct("<QII")
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requests:
-    """W work requests with E scatter-gather elements, in order, for one queue pair.
-
-    Attributes:
-        remote: [W] addresses at the other side.
-        first: [W + 1] index of each one's first element; first[W] = E.
-        local: [E] addresses here.
-        lengths: [E] bytes.
-    """
-
-    remote: Ints
-    first: Ints
-    local: Ints
-    lengths: Ints
-
-    def __len__(self) -> int:
-        return len(self.remote)
-
-
-def plan(local: Ints, remote: Ints, lengths: Ints, elements_max: int) -> Requests:
-    """Join pieces that follow one another at the remote side into one request each.
-
-    Args:
-        local: [N] addresses here.
-        remote: [N] addresses there.
-        lengths: [N] bytes, all positive, none longer than a message.
-        elements_max: how many pieces a request may have.
-    """
-    count = len(lengths)
-    index = np.arange(count)
-    starts = np.ones(count, dtype=bool)
-    starts[1:] = remote[1:] != remote[:-1] + lengths[:-1]
-    if not starts.all():
-        # Within a run, every `elements_max`-th piece begins a new request.
-        run_start = np.maximum.accumulate(np.where(starts, index, 0))
-        starts |= (index - run_start) % elements_max == 0
-    first = np.flatnonzero(starts)
-    return Requests(
-        remote=remote[first], first=np.append(first, count), local=local, lengths=lengths
-    )
 
 
 class Chain:

@@ -19,11 +19,11 @@ life of its queue pairs.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Final
 
 import msgspec
 
-from transfer.backends.verbs.queue_pair import End
 from transfer.errors import ProtocolViolation
 from transfer.region import TOKEN_BYTES
 from transfer.wire import Status
@@ -34,6 +34,25 @@ QUEUE_NUMBERS: Final = 1 << 24
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     pass
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one side tells the other about its queue pairs on one device.
+
+    Attributes:
+        gid, lid: address of the device.
+        mtu: constant of the largest packet that its port takes.
+        reads: how many reads it serves at a time.
+        numbers: of its queue pairs, one for each lane.
+        sequence: number of the first packet that each will send.
+    """
+
+    gid: str
+    lid: int
+    mtu: int
+    reads: int
+    numbers: tuple[int, ...]
+    sequence: tuple[int, ...]
 
 
 class OpenRail(_Message, frozen=True, tag="open"):
@@ -139,6 +158,14 @@ def parse(content: bytes) -> Message:
     return message
 
 
+def _is_address(gid: str) -> bool:
+    try:
+        ipaddress.IPv6Address(gid)
+    except ValueError:
+        return False
+    return True
+
+
 def _problem(message: Message) -> str | None:
     match message:
         case OpenRail(end=end) | RailOpened(end=end):
@@ -149,6 +176,8 @@ def _problem(message: Message) -> str | None:
                 return "a number of 24 bits is none"
             if not (1 <= end.mtu <= 5 and 0 <= end.reads <= 255 and 0 <= end.lid < 1 << 16):
                 return "an attribute is out of range"
+            if not _is_address(end.gid):
+                return "an address that is none"
             if isinstance(message, RailOpened) and not 0 < message.credits < 1 << 20:
                 return f"{message.credits} credits"
         case Settled(arrived=arrived):

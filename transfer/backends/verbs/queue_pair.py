@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import secrets
+from ipaddress import IPv6Address
 from typing import Any, Final
 
-import msgspec
 from pyverbs.addr import GID, AHAttr, GlobalRoute
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 
 from transfer.backends.verbs.binding import PyverbsError, PyverbsRDMAError, constant
 from transfer.backends.verbs.completion import CompletionQueue
 from transfer.backends.verbs.device import Device
+from transfer.backends.verbs.messages import End
 
 RELIABLE: Final = constant("QPT_RC")
 ERROR_STATE: Final = constant("QPS_ERR")
@@ -29,25 +30,6 @@ RETRIES: Final = 4
 RECEIVER_NOT_READY_RETRIES: Final = 7
 RECEIVER_NOT_READY_TIMER: Final = 12
 SEQUENCE_NUMBERS: Final = 1 << 24
-
-
-class End(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one side tells the other about its queue pairs on one device.
-
-    Attributes:
-        gid, lid: address of the device.
-        mtu: constant of the largest packet that its port takes.
-        reads: how many reads it serves at a time.
-        numbers: of its queue pairs, one for each lane.
-        sequence: number of the first packet that each will send.
-    """
-
-    gid: str
-    lid: int
-    mtu: int
-    reads: int
-    numbers: tuple[int, ...]
-    sequence: tuple[int, ...]
 
 
 class QueuePair:
@@ -130,7 +112,11 @@ class QueuePair:
         port = self._device.port
         if self._device.is_infiniband:
             return AHAttr(dlid=end.lid, port_num=port)
-        route = GlobalRoute(dgid=GID(end.gid), sgid_index=self._device.gid_idx, hop_limit=HOP_LIMIT)
+        route = GlobalRoute(
+            dgid=GID(IPv6Address(end.gid).exploded),
+            sgid_index=self._device.gid_idx,
+            hop_limit=HOP_LIMIT,
+        )
         return AHAttr(is_global=1, port_num=port, gr=route)
 
     def post(self, request: Any) -> None:

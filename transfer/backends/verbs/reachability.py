@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from transfer.backends.verbs.device import Device
-from transfer.backends.verbs.queue_pair import End
+from transfer.backends.verbs.messages import End
 
 NEIGHBOURS: Final = Path("/proc/net/arp")
 COMPLETE: Final = 0x2

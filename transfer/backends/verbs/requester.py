@@ -29,8 +29,8 @@ from transfer.backends.verbs.domain import PeerDomain
 from transfer.backends.verbs.evidence import failure_of
 from transfer.backends.verbs.keys import KeyTable, Places
 from transfer.backends.verbs.lane import SendLane
-from transfer.backends.verbs.messages import LANES
-from transfer.backends.verbs.queue_pair import End, QueuePair, make_end
+from transfer.backends.verbs.messages import LANES, End
+from transfer.backends.verbs.queue_pair import QueuePair, make_end
 from transfer.backends.verbs.work import Work, make_work
 from transfer.event_loop import READABLE, EventLoop
 from transfer.rail import RailName, SliceSink

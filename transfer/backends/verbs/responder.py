@@ -18,8 +18,8 @@ from pyverbs.wr import SGE, RecvWR
 from transfer.backends.verbs.binding import PyverbsError
 from transfer.backends.verbs.completion import SUCCESS, CompletionQueue, immediate_of
 from transfer.backends.verbs.domain import LOCAL_WRITE, PeerDomain
-from transfer.backends.verbs.messages import LANES
-from transfer.backends.verbs.queue_pair import End, QueuePair, make_end
+from transfer.backends.verbs.messages import LANES, End
+from transfer.backends.verbs.queue_pair import QueuePair, make_end
 from transfer.event_loop import READABLE, EventLoop
 
 RECEIVES: Final = 512

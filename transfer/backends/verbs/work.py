@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from transfer.backends.verbs.chain import READ, WRITE, Requests, plan
+from transfer.backends.verbs.chain import READ, WRITE
 from transfer.backends.verbs.domain import PeerDomain
+from transfer.backends.verbs.plan import Requests, plan
 from transfer.pieces import Pieces
 from transfer.slices import Slice, cut
 from transfer.wire import RequestKind
