@@ -21,7 +21,7 @@ from transfer.region import Access, Region, RegionKey
 
 pytest.importorskip("pyverbs", reason="pyverbs comes with the host's RDMA libraries; none here")
 
-from tests.support.verbs_node import Owner, VerbsNode, random_bytes  # noqa: E402
+from tests.support.verbs_node import Owner, VerbsNode, random_bytes
 
 MIB = 1 << 20
 READ, WRITE, BOTH = Access.READ.value, Access.WRITE.value, Access.READ.value | Access.WRITE.value
