@@ -81,7 +81,7 @@ def explain_link(
         )
     others = [("shared_memory", _why_not_shared(own, link.facts))]
     if link.backend != "verbs":
-        others.append(("verbs", no_verbs or "the peer has no RDMA devices"))
+        others.append(("verbs", _why_not_verbs(no_verbs, link)))
     return Explanation(
         peer=link.name,
         backend=link.backend,
@@ -112,6 +112,14 @@ def _explain_storage(link: PeerLink, memory: Region | RegionKey) -> Explanation:
         if backend == "cuda"
         else (),
     )
+
+
+def _why_not_verbs(missing: str, link: PeerLink) -> str:
+    if missing:
+        return missing
+    if link.rdma is None:
+        return "the peer has no RDMA devices"
+    return "no rail between its RDMA devices and ours could be opened"
 
 
 def _why_not_shared(own: Facts, theirs: Facts) -> str:

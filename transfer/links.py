@@ -27,14 +27,10 @@ from transfer.handshake import Facts, Purpose, shown
 from transfer.immediates import ImmediateBoard
 from transfer.keepalive import keep_alive
 from transfer.peer import LinkState, PeerLink, PeerTable
-from transfer.preference import RailKind
-from transfer.priority import shares_of
 from transfer.rail_opener import RailOpener
-from transfer.rail_preferences import RailPreferences
 from transfer.rdma import Rdma
 from transfer.region import TOKEN_BYTES, OfferTable
 from transfer.rendezvous import Greeted, Outcome, Rendezvous
-from transfer.requests import Requests
 from transfer.signals import SignalChannel
 from transfer.statistics import RailStatistics, Tally
 from transfer.stream import Stream
@@ -83,7 +79,9 @@ class Links:
     def bind(self, rendezvous: Rendezvous) -> None:
         """Tell where connections come from."""
         self._rendezvous = rendezvous
-        self._opener = RailOpener(self._config, self.rdma, self._tally, self._loop, rendezvous)
+        self._opener = RailOpener(
+            self._config, self._table, self.rdma, self._tally, self._loop, rendezvous
+        )
 
     def admit(self, purpose: Purpose, name: str) -> str | None:
         """Say why a caller is not wanted; None if it is."""
@@ -110,7 +108,7 @@ class Links:
         """Take over a connection that a peer has made."""
         if greeted.purpose is Purpose.CONTROL:
             link = self._make_link(greeted)
-            if link is not None and link.backend != "shared_memory":
+            if link is not None and link.backend == "tcp" and link.rdma is None:
                 link.become_ready()
             return
         link = self._table.get(greeted.name)
@@ -130,9 +128,9 @@ class Links:
                 link = self._make_link(outcome)
                 if link is None:
                     outcome = HandshakeRefused(address, "no backend in common", outcome.name)
-                elif link.backend != "shared_memory":
+                elif link.backend == "tcp" and link.rdma is None:
                     link.become_ready()
-                else:
+                elif link.backend == "shared_memory":
                     self._dial_signal(link)
             on_outcome(outcome)
 
@@ -185,11 +183,8 @@ class Links:
         """Make a key void at our cards, and tell the peer. Any thread; never waits."""
         if link.rdma is not None:
             link.rdma.withdraw(token)
-        if link.control.full:
-            # It would go on using keys that are void.
-            self._lose_silent(link)
-        else:
-            link.control.send(encode_control(ControlKind.WITHDRAWN, token))
+        # Who does not read it would go on using keys that are void.
+        self._tell(link, ControlKind.WITHDRAWN, token)
 
     def _backend(self, facts: Facts) -> str | None:
         own = self._rendezvous.facts
@@ -209,19 +204,8 @@ class Links:
             self.lose(stale, stale.evidence or "replaced")
         keep_alive(greeted.sock)
         name = greeted.name
-        rails = self._opener.rails(backend, greeted.facts)
-        requests = Requests(
-            name,
-            self._loop,
-            self._tally,
-            num_rails=len(rails),
-            prefer=RailPreferences(
-                [rail.local for rail in rails],
-                kind=RailKind.RDMA if backend == "verbs" else RailKind.INTERFACE,
-            ).order_for,
-            shares=shares_of(self._config),
-            open_rail=lambda idx, done: self._opener.open(link, rails[idx], idx, requests, done),
-            orders_immediates=backend != "verbs",
+        requests = self._opener.make_requests(
+            name, backend, greeted.facts, lambda opened: self._on_rails(link, opened)
         )
         parser = ControlParser(self._config.notify_bytes_max)
         control = Stream(
@@ -252,13 +236,37 @@ class Links:
             link.rdma = self.rdma.connect(
                 name,
                 greeted.facts.verbs,
-                send=partial(self._send_verbs, link),
+                send=partial(self._tell, link, ControlKind.VERBS),
                 lose=lambda evidence: self.lose(link, evidence),
+                on_tried=lambda: self._on_decided(link),
             )
         self.board.drop(name)
         self._table.add(link)
         control.open()
+        if backend == "verbs":
+            # Once the last word of the handshake is out.
+            self._loop.call(requests.open_rails)
         return link
+
+    def _on_rails(self, link: PeerLink, opened: bool) -> None:
+        """RDMA works, or does not though both sides have cards: then our requests take tcp."""
+        if link.state is not LinkState.CONNECTING or link.rdma is None:
+            return
+        if not opened:
+            if not (self._rendezvous.facts.tcp and link.facts.tcp):
+                self.lose(link, "no rail between its RDMA devices and ours could be opened")
+                return
+            link.requests.close(PeerLost(link.name, "no rail"))
+            link.backend = "tcp"
+            link.requests = self._opener.make_requests(link.name, "tcp", link.facts)
+        link.rdma.tell_tried()
+        self._on_decided(link)
+
+    def _on_decided(self, link: PeerLink) -> None:
+        """One side knows its way. When both do, neither can be asked before it is ready."""
+        link.num_undecided -= 1
+        if not link.num_undecided and link.state is LinkState.CONNECTING:
+            link.become_ready()
 
     def _dial_signal(self, link: PeerLink) -> None:
         def dialed(outcome: Outcome) -> None:
@@ -345,15 +353,13 @@ class Links:
             self._tally.count("malformed")
             link.control.broken(f"carried nonsense: {error.problem}")
 
-    def _send_verbs(self, link: PeerLink, content: bytes) -> None:
-        """Tell a peer about queue pairs. Any thread; never waits."""
+    def _tell(self, link: PeerLink, kind: ControlKind, content: bytes) -> None:
+        """Send what must arrive. Any thread; never waits: who reads nothing is lost."""
         if link.control.full:
-            self._lose_silent(link)
+            evidence = "it does not read its control connection"
+            self._loop.call(lambda: self.lose(link, evidence))
         else:
-            link.control.send(encode_control(ControlKind.VERBS, content))
-
-    def _lose_silent(self, link: PeerLink) -> None:
-        self._loop.call(lambda: self.lose(link, "it does not read its control connection"))
+            link.control.send(encode_control(kind, content))
 
     def _read_to_the_end(self, link: PeerLink) -> None:
         self.service.deliver()

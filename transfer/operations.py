@@ -93,7 +93,7 @@ class Mover:
             if immediate is not None:
                 self._signal(link, immediate, handle)
         else:
-            handle.backend = "tcp" if link.rdma is None else "verbs"
+            handle.backend = "verbs" if link.backend == "verbs" else "tcp"
             self._submit(link, RequestKind.WRITE, source, target, pieces, immediate, handle, kind)
             return handle
         handle.bytes_moved = handle.nbytes
@@ -131,7 +131,7 @@ class Mover:
                 window = link.windows.get(source, deadline)
                 _copy(target.array, target.start, window.array, window.start, pieces)
         elif location is None or not link.locations.read(source, location, target, pieces):
-            handle.backend = "tcp" if link.rdma is None else "verbs"
+            handle.backend = "verbs" if link.backend == "verbs" else "tcp"
             self._submit(link, RequestKind.READ, target, source, pieces, None, handle, kind)
             return handle
         handle.bytes_moved = handle.nbytes
@@ -320,7 +320,7 @@ class Mover:
         if not handle.nbytes and immediate is None:
             handle.finish()
             return
-        if link.rdma is not None and handle.nbytes:
+        if link.backend == "verbs" and link.rdma is not None and handle.nbytes:
             link.rdma.register(region)
         operation = Operation(
             kind=kind,

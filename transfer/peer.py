@@ -38,7 +38,8 @@ class PeerLink:
         farewell: what the peer said when it closed, "" if it said nothing.
         ending: its last words are being read.
         settled: set when the link is ready, or lost before it was.
-        rdma: its queue pairs and keys; None unless `backend` is "verbs".
+        rdma: queue pairs and keys; None unless both sides have devices.
+        num_undecided: sides that have not found out whether RDMA works.
         served_id: names this life of the peer at the service of our memory.
     """
 
@@ -63,6 +64,7 @@ class PeerLink:
         self.windows = windows
         self.locations = locations
         self.rdma: RdmaPeer | None = None
+        self.num_undecided = 2
         self._process: PeerProcess | None = None
         self.signal: SignalChannel | None = None
         self.state = LinkState.CONNECTING

@@ -16,13 +16,40 @@ from configs.schema import TransferConfig
 from transfer.backends.tcp import TcpRail
 from transfer.event_loop import EventLoop
 from transfer.handshake import Facts, Purpose
-from transfer.peer import LinkState, PeerLink
+from transfer.peer import PeerLink, PeerTable
+from transfer.preference import RailKind
+from transfer.priority import shares_of
 from transfer.rail import RailLink, RailName, SliceSink
+from transfer.rail_preferences import RailPreferences
 from transfer.rdma import Rdma
 from transfer.rendezvous import Greeted, Outcome, Rendezvous
+from transfer.requests import Requests
 from transfer.statistics import Tally
 
 logger = logging.getLogger(__name__)
+
+
+class _Trial:
+    """Sees how the first attempts to open a peer's rails end."""
+
+    def __init__(self, num_rails: int, tell: Callable[[bool], None] | None) -> None:
+        self._num_left = num_rails
+        self._tell = tell
+
+    def watch(self, done: Callable[[RailLink | None], None]) -> Callable[[RailLink | None], None]:
+        """Look at what comes back on its way to `done`."""
+        if self._tell is None:
+            return done
+
+        def ended(link: RailLink | None) -> None:
+            done(link)
+            self._num_left -= 1
+            tell = self._tell
+            if tell is not None and (link is not None or not self._num_left):
+                self._tell = None
+                tell(link is not None)
+
+        return ended
 
 
 class RailOpener:
@@ -31,16 +58,49 @@ class RailOpener:
     def __init__(
         self,
         config: TransferConfig,
+        table: PeerTable,
         rdma: Rdma,
         tally: Tally,
         loop: EventLoop,
         rendezvous: Rendezvous,
     ) -> None:
         self._config = config
+        self._table = table
         self._rdma = rdma
         self._tally = tally
         self._loop = loop
         self._rendezvous = rendezvous
+
+    def make_requests(
+        self, name: str, backend: str, facts: Facts, tried: Callable[[bool], None] | None = None
+    ) -> Requests:
+        """Make the requests to a peer, over the rails that lead to it.
+
+        Args:
+            name: of the peer.
+            backend: what its rails are.
+            facts: what it tells about itself.
+            tried: told once, when the first rail has been opened, or none of them could be.
+        """
+        rails = self.rails(backend, facts)
+        verbs = backend == "verbs"
+        trial = _Trial(len(rails), tried)
+
+        def open_rail(idx: int, done: Callable[[RailLink | None], None]) -> None:
+            self.open(name, rails[idx], idx, requests, trial.watch(done))
+
+        kind = RailKind.RDMA if verbs else RailKind.INTERFACE
+        requests = Requests(
+            name,
+            self._loop,
+            self._tally,
+            num_rails=len(rails),
+            prefer=RailPreferences([rail.local for rail in rails], kind=kind).order_for,
+            shares=shares_of(self._config),
+            open_rail=open_rail,
+            orders_immediates=not verbs,
+        )
+        return requests
 
     def rails(self, backend: str, facts: Facts) -> list[RailName]:
         """Return the rails that lead to a peer: by a unix socket on the same host."""
@@ -55,14 +115,19 @@ class RailOpener:
 
     def open(
         self,
-        peer: PeerLink,
+        name: str,
         rail: RailName,
         idx: int,
         sink: SliceSink,
         done: Callable[[RailLink | None], None],
     ) -> None:
         """Make a link over the `idx`-th rail; the callback gets it, or None."""
-        if peer.rdma is not None:
+        peer = self._table.get(name)
+        if peer is None or peer.evidence is not None:
+            done(None)
+            return
+        if rail.backend == "verbs":
+            assert peer.rdma is not None, "these rails lead to no other peers"
             peer.rdma.open_rail(rail, idx, sink, done)
             return
 
@@ -81,7 +146,7 @@ class RailOpener:
     def _dial(
         self, peer: PeerLink, rail: RailName, done: Callable[[socket.socket | None], None]
     ) -> None:
-        if peer.state is LinkState.LOST or peer.evidence is not None:
+        if self._table.get(peer.name) is not peer or peer.evidence is not None:
             done(None)
             return
 

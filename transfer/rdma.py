@@ -33,6 +33,7 @@ class RdmaPeer:
         self.drain = exchange.drain
         self.expire = exchange.expire
         self.withdraw = exchange.withdraw
+        self.tell_tried = exchange.tell_tried
 
     def open_rail(
         self, rail: RailName, idx: int, sink: SliceSink, done: Callable[[RailLink | None], None]
@@ -111,6 +112,7 @@ class Rdma:
         *,
         send: Callable[[bytes], None],
         lose: Callable[[str], None],
+        on_tried: Callable[[], None],
     ) -> RdmaPeer | None:
         """Make a peer; None where either side has no devices. On the engine's thread.
 
@@ -119,6 +121,7 @@ class Rdma:
             theirs: the names of its devices.
             send: puts a message on its control connection. Any thread, never waits.
             lose: ends the peer, with the evidence.
+            on_tried: told once that it knows how it will reach us.
         """
         if self._backend is None or not theirs:
             return None
@@ -130,7 +133,9 @@ class Rdma:
                 problem = error.problem
                 self._loop.call(lambda: lose(problem))
 
-        return RdmaPeer(self._backend.connect(name, len(theirs), send=send, count=count))
+        return RdmaPeer(
+            self._backend.connect(name, len(theirs), send=send, count=count, on_tried=on_tried)
+        )
 
     def disconnect(self, peer: RdmaPeer) -> None:
         """Destroy all queue pairs and keys of a peer: it reaches nothing any more."""

@@ -145,6 +145,12 @@ class Requests:
             self._pump(now)
         self._report(ended)
 
+    def open_rails(self) -> None:
+        """Open all rails, before there is need. On the engine's thread."""
+        for rail in self._core.rails:
+            rail.opening = True
+            self._open(rail)
+
     def close(self, error: TransferError) -> None:
         """Fail everything, now and from now on. On the engine's thread."""
         with self._lock:

@@ -50,7 +50,9 @@ class VerbsNode:
         self.loop.start()
         self.loop.ask(self.backend.start)
         self.exchange = self.loop.ask(
-            lambda: self.backend.connect(peer, len(devices), send=self._send, count=self._count)
+            lambda: self.backend.connect(
+                peer, len(devices), send=self._send, count=self._count, on_tried=lambda: None
+            )
         )
         self.requests = Requests(
             peer,

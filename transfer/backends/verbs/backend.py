@@ -47,6 +47,7 @@ class VerbsBackend:
         *,
         send: Callable[[bytes], None],
         count: Callable[[list[int]], None],
+        on_tried: Callable[[], None],
     ) -> PeerExchange:
         """Make the exchange of a new peer. On the engine's thread.
 
@@ -55,9 +56,11 @@ class VerbsBackend:
             num_theirs: how many devices it has.
             send: puts a message on its control connection.
             count: takes its immediates, on the engine's thread.
+            on_tried: told once that it knows how it will reach us.
         """
         exchange = PeerExchange(
-            name, self._devices, num_theirs, self._offers, self._loop, send=send, count=count
+            name, self._devices, num_theirs, self._offers, self._loop,
+            send=send, count=count, on_tried=on_tried,
         )  # fmt: skip
         self._peers[name] = exchange
         return exchange

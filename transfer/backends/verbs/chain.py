@@ -69,9 +69,14 @@ class Chain:
         self._element_base = self._elements.ctypes.data
         self._element_bytes = self._elements.view(np.uint8).data
         self._requests = np.zeros(REQUESTS_MAX, dtype=_REQUEST)
-        base = self._requests.ctypes.data
-        self._following = np.arange(1, REQUESTS_MAX + 1, dtype=np.uint64) * REQUEST_BYTES + base
+        self._request_base = self._requests.ctypes.data
+        following = np.arange(1, REQUESTS_MAX + 1, dtype=np.uint64) * REQUEST_BYTES
+        self._following = following + self._request_base
         self._requests["next"] = self._following
+        # Views of the columns: making one costs more than filling it.
+        columns = {name: self._requests[name] for name in _REQUEST.names or ()}
+        columns |= {name: self._elements[name] for name in _ELEMENT.names or ()}
+        self._fields = columns
         self._cut = 0
         self._head = SendWR(num_sge=1, sg=[SGE(0, 0, 0)], opcode=WRITE)
         self._place = (ctypes.c_char * REQUEST_BYTES).from_address(id(self._head) + HEAD_OFFSET)
@@ -122,24 +127,24 @@ class Chain:
         """
         first = requests.first[start : start + count + 1]
         low, high = int(first[0]), int(first[-1])
-        elements = self._elements[: high - low]
-        elements["address"] = requests.local[low:high]
-        elements["length"] = requests.lengths[low:high]
-        elements["local_key"] = local_key
-        self._requests["next"][self._cut] = self._following[self._cut]
-        self._cut = count - 1
-        rows = self._requests[:count]
-        rows["wr_id"] = wr_id
-        rows["elements"] = (first[:-1] - low) * _ELEMENT.itemsize + self._element_base
-        rows["num_elements"] = np.diff(first)
-        rows["opcode"] = opcode
-        rows["flags"] = 0
-        rows["remote_address"] = requests.remote[start : start + count]
-        rows["remote_key"] = remote_key
-        last = rows[-1]
-        last["opcode"], last["flags"], last["immediate"] = last_opcode, SIGNALLED, immediate
-        last["next"] = 0
-        ctypes.memmove(self._place, self._requests.ctypes.data, REQUEST_BYTES)
+        fields, size = self._fields, high - low
+        fields["address"][:size] = requests.local[low:high]
+        fields["length"][:size] = requests.lengths[low:high]
+        fields["local_key"][:size] = local_key
+        fields["next"][self._cut] = self._following[self._cut]
+        self._cut = last = count - 1
+        fields["wr_id"][:count] = wr_id
+        fields["elements"][:count] = first[:-1] * _ELEMENT.itemsize + (
+            self._element_base - low * _ELEMENT.itemsize
+        )
+        fields["num_elements"][:count] = first[1:] - first[:-1]
+        fields["opcode"][:count] = opcode
+        fields["flags"][:count] = 0
+        fields["remote_address"][:count] = requests.remote[start : start + count]
+        fields["remote_key"][:count] = remote_key
+        fields["opcode"][last], fields["flags"][last] = last_opcode, SIGNALLED
+        fields["immediate"][last], fields["next"][last] = immediate, 0
+        ctypes.memmove(self._place, self._request_base, REQUEST_BYTES)
         return self._head
 
 

@@ -23,6 +23,7 @@ from transfer.backends.verbs.messages import (
     RailDown,
     RailOpened,
     RailRefused,
+    RailsTried,
     Settle,
     Settled,
 )
@@ -37,7 +38,7 @@ from transfer.wire import Status
 
 logger = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S: Final = 5.0
+OPEN_TIMEOUT_S: Final = 2.0
 # Rails that one peer may have open at us, those on their way out included.
 SERVED_MAX: Final = 64
 
@@ -60,6 +61,7 @@ class PeerExchange:
         num_theirs: how many devices the peer has.
         send: puts a message on the control connection. Any thread, never waits.
         count: takes the peer's immediates.
+        on_tried: told once that the peer knows how it will reach us.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class PeerExchange:
         *,
         send: Callable[[bytes], None],
         count: Callable[[list[int]], None],
+        on_tried: Callable[[], None],
     ) -> None:
         self.name = name
         self._devices = devices
@@ -80,6 +83,7 @@ class PeerExchange:
         self._loop = loop
         self._send_bytes = send
         self._count = count
+        self._on_tried: Callable[[], None] | None = on_tried
         self._domains: dict[Device, PeerDomain] = {}
         self._inboxes: dict[Device, Inbox] = {}
         self._served: dict[int, ServedRail] = {}
@@ -102,6 +106,10 @@ class PeerExchange:
             done(None)
             return
         self._begin(link, done)
+
+    def tell_tried(self) -> None:
+        """Tell the peer that we know how we will reach it."""
+        self._send(RailsTried())
 
     def register(self, region: Region) -> None:
         """Register a region with all devices. Any thread.
@@ -202,6 +210,10 @@ class PeerExchange:
                 rail = self._rails.get(message.rail)
                 if rail is not None:
                     rail.suspect(f"the peer's {message.evidence[:200]}")
+            case RailsTried():
+                on_tried, self._on_tried = self._on_tried, None
+                if on_tried is not None:
+                    on_tried()
             case KeyTold():
                 self._on_key(message.token, message.places, Status.OK)
             case KeyRefused():

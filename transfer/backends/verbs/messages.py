@@ -1,5 +1,8 @@
 """What two engines tell each other about their queue pairs, over their control connection.
 
+    both, once each                              (see `Links`)
+      | -- RailsTried -----------------------------> |
+
     requester                                    owner of the memory
       | -- OpenRail(rail, device, end) ------------> |   makes its end, ready to serve
       | <------ RailOpened(end) or RailRefused ----- |
@@ -109,6 +112,10 @@ class RailDown(_Message, frozen=True, tag="down"):
     evidence: str
 
 
+class RailsTried(_Message, frozen=True, tag="tried"):
+    """I have found out whether my requests can go over RDMA, and am ready either way."""
+
+
 class AskKey(_Message, frozen=True, tag="ask"):
     """How do I reach what you have offered me?"""
 
@@ -131,7 +138,7 @@ class KeyRefused(_Message, frozen=True, tag="unknown"):
 
 Message = (
     OpenRail | RailOpened | RailRefused | CloseRail | Settle | Settled | RailDown | AskKey
-    | KeyTold | KeyRefused
+    | KeyTold | KeyRefused | RailsTried
 )  # fmt: skip
 
 _decoder: Final = msgspec.msgpack.Decoder(Message)

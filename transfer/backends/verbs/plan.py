@@ -39,13 +39,14 @@ def plan(local: Ints, remote: Ints, lengths: Ints, elements_max: int) -> Request
         elements_max: how many pieces a request may have.
     """
     count = len(lengths)
-    index = np.arange(count)
-    starts = np.ones(count, dtype=bool)
-    starts[1:] = remote[1:] != remote[:-1] + lengths[:-1]
-    if not starts.all():
-        # Within a run, every `elements_max`-th piece begins a new request.
-        run_start = np.maximum.accumulate(np.where(starts, index, 0))
-        starts |= (index - run_start) % elements_max == 0
+    index = np.arange(count + 1)
+    follows = remote[1:] == remote[:-1] + lengths[:-1]
+    if elements_max == 1 or not follows.any():
+        return Requests(remote=remote, first=index, local=local, lengths=lengths)
+    starts = np.concatenate(([True], ~follows))
+    # Within a run, every `elements_max`-th piece begins a new request.
+    run_start = np.maximum.accumulate(np.where(starts, index[:-1], 0))
+    starts |= (index[:-1] - run_start) % elements_max == 0
     first = np.flatnonzero(starts)
     return Requests(
         remote=remote[first], first=np.append(first, count), local=local, lengths=lengths
