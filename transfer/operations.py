@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from transfer import native
 from transfer.arguments import check_integer, check_timeout, check_type
@@ -14,9 +14,15 @@ from transfer.errors import AccessRefused, PeerLost, TransferError
 from transfer.handle import Transfer
 from transfer.immediates import IMMEDIATE_MAX, ImmediateBoard
 from transfer.peer import PeerLink, PeerTable
-from transfer.pieces import Ints, Pieces, copy_addressed, copy_pieces, out_of_bounds
-from transfer.priority import Priority
-from transfer.region import Access, Bytes, OfferTable, Region, RegionKey
+from transfer.pieces import (
+    Ints,
+    Pieces,
+    copy_between,
+    one_piece,
+    out_of_bounds,
+)
+from transfer.priority import URGENT_BYTES_MAX, Priority, class_of
+from transfer.region import Access, OfferTable, Region, RegionKey
 from transfer.slices import Operation
 from transfer.statistics import Tally
 from transfer.wire import RequestKind
@@ -26,8 +32,6 @@ if TYPE_CHECKING:
 
 # As integers: an enum member's value costs more than the rest of the check.
 READ, WRITE = Access.READ.value, Access.WRITE.value
-# What is no larger is taken for something that somebody waits for.
-URGENT_BYTES_MAX: Final = 64 << 10
 
 
 class Mover:
@@ -129,7 +133,7 @@ class Mover:
         elif backend == "shared_memory":
             if len(pieces):
                 window = link.windows.get(source, deadline)
-                _copy(target.array, target.start, window.array, window.start, pieces)
+                copy_between(target.array, target.start, window.array, window.start, pieces)
         elif location is None or not link.locations.read(source, location, target, pieces):
             handle.backend = "verbs" if link.backend == "verbs" else "tcp"
             self._submit(link, RequestKind.READ, target, source, pieces, None, handle, kind)
@@ -151,7 +155,8 @@ class Mover:
         *,
         write: bool,
     ) -> Transfer | None:
-        """Copy one piece from or to memory that is mapped already; None if it is not like that.
+        """Move one piece the short way: a copy where the memory is mapped already, a request that
+        leaves in this thread where it is small; None if neither can be.
 
         Whatever is unusual or wrong is left to `write` and `read`, which say what.
         """
@@ -168,7 +173,7 @@ class Mover:
             return None
         window = link.windows.find(key)
         if (
-            window is None
+            (window is None and link.requests.express is None)
             or key.owner != peer
             or not key.rights & (WRITE if write else READ)
             or not 0 <= their_offset <= their_offset + nbytes <= key.nbytes
@@ -178,12 +183,52 @@ class Mover:
             return None
         if immediate is not None:
             check_integer("an immediate, 32-bit unsigned,", immediate, 0, IMMEDIATE_MAX)
+        if window is None:
+            if nbytes > URGENT_BYTES_MAX or priority not in (None, Priority.ACTIVATIONS):
+                return None
+            pieces = one_piece(our_offset, their_offset, nbytes, write=write)
+            return self._post_at_once(link, region, key, pieces, nbytes, immediate, write=write)
         ours, theirs = region.start + our_offset, window.start + their_offset
         if write:
             native.copy_one(theirs, ours, nbytes)
         else:
             native.copy_one(ours, theirs, nbytes)
         return self.account(link, nbytes, immediate, priority, write=write)
+
+    def _post_at_once(
+        self,
+        link: PeerLink,
+        region: Region,
+        key: RegionKey,
+        pieces: Pieces,
+        nbytes: int,
+        immediate: int | None,
+        *,
+        write: bool,
+    ) -> Transfer | None:
+        handle = Transfer(
+            peer=link.name,
+            operation="write" if write else "read",
+            backend="tcp",
+            nbytes=nbytes,
+            deadline=time.monotonic() + self._timeout_s,
+        )
+        operation = Operation(
+            kind=RequestKind.WRITE if write else RequestKind.READ,
+            handle=handle,
+            token=key.token,
+            region=region,
+            immediate=immediate,
+        )
+        if (not write and immediate is not None) or not link.requests.post_at_once(
+            operation, pieces
+        ):
+            return None
+        if write:
+            self._tally.wrote("tcp", nbytes, immediate is not None, Priority.ACTIVATIONS)
+        else:
+            self._tally.read("tcp", nbytes, Priority.ACTIVATIONS)
+        return handle
 
     def prepare(
         self, peer: str, region: Region, key: RegionKey, pieces: Pieces, *, write: bool
@@ -284,7 +329,7 @@ class Mover:
     ) -> None:
         if len(pieces):
             window: Window = link.windows.get(target, handle.deadline)
-            _copy(window.array, window.start, source.array, source.start, pieces)
+            copy_between(window.array, window.start, source.array, source.start, pieces)
         if immediate is not None:
             self._signal(link, immediate, handle)
 
@@ -333,17 +378,6 @@ class Mover:
         link.requests.submit(operation, pieces)
 
 
-def class_of(
-    priority: Priority | None, nbytes: int, immediate: int | None, *, write: bool
-) -> Priority:
-    """Return the class of an operation for which none, or this one, was given."""
-    if priority is not None:
-        return priority
-    if immediate is not None or nbytes <= URGENT_BYTES_MAX:
-        return Priority.ACTIVATIONS
-    return Priority.KV_PUT if write else Priority.KV_GET
-
-
 def deadline_after(timeout_s: float | None, default_s: float) -> float:
     """Return the `time.monotonic` at which an operation that starts now is late."""
     return time.monotonic() + (default_s if timeout_s is None else check_timeout(timeout_s))
@@ -355,16 +389,3 @@ def _check_own(offsets: Ints, pieces: Pieces, region: Region) -> None:
     problem = out_of_bounds(offsets, pieces.lengths, region.nbytes)
     if problem is not None:
         raise ValueError(f"own region: {problem}")
-
-
-def _copy(
-    target: Bytes,
-    target_start: int,
-    source: Bytes,
-    source_start: int,
-    pieces: Pieces,
-) -> None:
-    if native.COMPILED or len(pieces) == 1:
-        copy_addressed(target_start, source_start, pieces)
-    else:
-        copy_pieces(target, source, pieces)

@@ -84,6 +84,13 @@ def _one_piece(source_offset: int, target_offset: int, length: int) -> Pieces:
     return Pieces(table[0:1], table[1:2], table[2:3]) if length else EMPTY
 
 
+def one_piece(our_offset: int, their_offset: int, nbytes: int, *, write: bool) -> Pieces:
+    """Return one piece, of more than zero bytes, that is known to lie within its windows."""
+    table = np.array((our_offset, their_offset, nbytes), dtype=np.int64)
+    ours, theirs, length = table[0:1], table[1:2], table[2:3]
+    return Pieces(ours, theirs, length) if write else Pieces(theirs, ours, length)
+
+
 EMPTY: Final = Pieces(*np.empty((3, 0), dtype=np.int64))
 
 
@@ -189,3 +196,17 @@ def copy_addressed(target: int, source: int, pieces: Pieces) -> None:
         native.copy_pieces(
             target, source, pieces.target_offsets, pieces.source_offsets, pieces.lengths
         )
+
+
+def copy_between(
+    target: Bytes,
+    target_start: int,
+    source: Bytes,
+    source_start: int,
+    pieces: Pieces,
+) -> None:
+    """Copy every piece between two areas, each given as an array and by its address."""
+    if native.COMPILED or len(pieces) == 1:
+        copy_addressed(target_start, source_start, pieces)
+    else:
+        copy_pieces(target, source, pieces)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
 from configs.schema import TransferConfig
+
+# What is no larger is taken for something that somebody waits for.
+URGENT_BYTES_MAX: Final = 64 << 10
 
 
 class Priority(IntEnum):
@@ -31,3 +35,14 @@ def shares_of(config: TransferConfig) -> dict[Priority, float]:
     """Return the weight of each class."""
     shares = config.shares.model_dump()
     return {priority: float(shares[priority.name.lower()]) for priority in Priority}
+
+
+def class_of(
+    priority: Priority | None, nbytes: int, immediate: int | None, *, write: bool
+) -> Priority:
+    """Return the class of an operation for which none, or this one, was given."""
+    if priority is not None:
+        return priority
+    if immediate is not None or nbytes <= URGENT_BYTES_MAX:
+        return Priority.ACTIVATIONS
+    return Priority.KV_PUT if write else Priority.KV_GET

@@ -144,6 +144,25 @@ class SprayCore:
             self._post(part, rail, waiting, now)
         return rail
 
+    def post_express(self, operation: Operation, part: Slice, now: float) -> bool:
+        """Take an urgent operation of one slice, for the only rail, if that is well and free.
+
+        What `add` and `post_at_once` do, for the case where there is nothing to choose.
+        """
+        rail = self.rails[0]
+        if self.num_queued or not rail.open or rail.state is not RailState.HEALTHY:
+            return False
+        self.add(operation)
+        part.oldest = next(iter(self.operations))
+        waiting = self._classes[Priority.ACTIVATIONS]
+        virtual = max(waiting.virtual, self._virtual)
+        self._virtual = virtual
+        waiting.virtual = virtual + max(part.nbytes, COST_BYTES_MIN) / waiting.weight
+        part.attempts = 1
+        part.posted_at = self._urgent_at = now
+        rail.post(part, now)
+        return True
+
     def choose(self, part: Slice, now: float) -> RailRecord | None:
         """Return the rail on which a slice should be done first; None if it is to wait."""
         best, best_finish = None, float("inf")
