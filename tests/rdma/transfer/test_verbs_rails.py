@@ -227,9 +227,10 @@ def test_a_cut_rail_costs_no_operation(
     nbytes = 12 * MIB
     window = owner.ask("make", nbytes)
     key = owner.ask("offer", window, WRITE)
-    for _ in range(2):  # both rails are open before the fault
+    deadline = time.monotonic() + 60
+    while [rail.open for rail in node.requests.rails()] != [True, True]:
+        assert time.monotonic() < deadline, "both rails are to be open before the fault"
         node.write(host(4 * MIB), key, 0, 0, 4 * MIB).wait()
-    assert [rail.open for rail in node.requests.rails()] == [True, True]
     for nic in ("nic0", "nic1"):
         subprocess.run(["tc", "qdisc", "add", "dev", nic, "root", "netem", "rate", "100mbit"],
                        check=True)  # fmt: skip

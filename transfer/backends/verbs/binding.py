@@ -45,8 +45,8 @@ def opening(make: Callable[[], T]) -> tuple[T, list[int]]:
     """Make an object; return it with the descriptors that were opened for it.
 
     Up to release 44 pyverbs tells neither the descriptor of a completion channel nor, in any
-    release, that of a device's events. A second thread that opens a device at the same moment
-    would be mistaken, so this package makes such objects under one lock (see `device`).
+    release, that of a device's events. A second thread that opens or closes one at the same moment
+    would be mistaken, so this package does so under one lock (see `device`).
     """
     before = _event_files()
     made = make()

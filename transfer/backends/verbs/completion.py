@@ -75,7 +75,8 @@ class CompletionQueue:
         if self.is_open:
             self.is_open = False
             self.queue.close()
-            self._channel.close()
+            with opening_lock:
+                self._channel.close()
 
     def abandon(self) -> None:
         """Give up the descriptor: in a forked child."""

@@ -35,7 +35,8 @@ FATAL_EVENTS: Final = {
     constant("EVENT_PORT_ERR"): "port down",
     constant("EVENT_DEVICE_FATAL"): "device failed",
 }
-# A completion channel and a device do not tell their descriptors (`binding.opening`).
+# Completion channels and devices do not tell their descriptors (`binding.opening`): they are
+# opened and closed one at a time.
 opening_lock = threading.Lock()
 
 
@@ -143,7 +144,8 @@ class Device:
 
     def close(self) -> None:
         """Close the device with everything on it."""
-        self.context.close()
+        with opening_lock:
+            self.context.close()
 
     def abandon(self) -> None:
         """Give up the descriptors: in a forked child, whose parent goes on using them."""
