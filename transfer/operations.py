@@ -75,7 +75,7 @@ class Mover:
         _check_own(pieces.source_offsets, pieces, source)
         if immediate is not None:
             check_integer("an immediate, 32-bit unsigned,", immediate, 0, IMMEDIATE_MAX)
-        if source.kind != "host" or target.kind != "host":
+        if self._is_staged(link, source, target, deadline):
             # Between a storage of ours and a peer, what moves the buffers counts their bytes.
             if link is None:
                 kind = class_of(priority, pieces.nbytes, immediate, write=True)
@@ -117,7 +117,7 @@ class Mover:
         backend, link = self._route(peer, source)
         self._check(backend, source, READ, pieces.source_offsets, pieces)
         _check_own(pieces.target_offsets, pieces, target)
-        if source.kind != "host" or target.kind != "host":
+        if self._is_staged(link, target, source, deadline):
             if link is None:
                 kind = class_of(priority, pieces.nbytes, None, write=False)
                 self._tally.read(backend, pieces.nbytes, kind)
@@ -276,6 +276,15 @@ class Mover:
     def deadline(self, timeout_s: float | None) -> float:
         """Return when an operation that starts now is late."""
         return deadline_after(timeout_s, self._timeout_s)
+
+    def _is_staged(
+        self, link: PeerLink | None, region: Region, key: RegionKey, deadline: float
+    ) -> bool:
+        """Whether memory without an address is involved that no network card reaches."""
+        if region.kind == key.kind == "host":
+            return False
+        rdma = link.rdma if link is not None and link.backend == "verbs" else None
+        return rdma is None or not rdma.reaches(region, key, deadline)
 
     def _route(self, peer: str, key: RegionKey) -> tuple[str, PeerLink | None]:
         if type(key) is not RegionKey:

@@ -5,6 +5,8 @@ The backend needs pyverbs, which the host provides or not, so it is imported whe
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -14,11 +16,13 @@ from transfer.errors import DeviceUnavailable, ProtocolViolation, RegistrationFa
 from transfer.event_loop import EventLoop
 from transfer.immediates import ImmediateBoard
 from transfer.rail import RailLink, RailName, SliceSink
-from transfer.region import OfferTable, Region
+from transfer.region import OfferTable, Region, RegionKey
 
 if TYPE_CHECKING:
     from transfer.backends.verbs.backend import VerbsBackend
     from transfer.backends.verbs.exchange import PeerExchange
+
+logger = logging.getLogger(__name__)
 
 WANTED: Final = (TransferBackend.AUTO, TransferBackend.VERBS)
 
@@ -29,17 +33,48 @@ class RdmaPeer:
     def __init__(self, exchange: PeerExchange) -> None:
         self._exchange = exchange
         self.on_message = exchange.on_message
-        self.drop_key = exchange.drop_key
         self.drain = exchange.drain
         self.expire = exchange.expire
         self.withdraw = exchange.withdraw
         self.tell_tried = exchange.tell_tried
+        # Device memory that the cards do not reach, here and there.
+        self._unreached: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._refused: set[bytes] = set()
+
+    def drop_key(self, token: bytes) -> None:
+        """Forget a key that the peer has withdrawn."""
+        self._exchange.drop_key(token)
+        self._refused.discard(token)
 
     def open_rail(
         self, rail: RailName, idx: int, sink: SliceSink, done: Callable[[RailLink | None], None]
     ) -> None:
         """Make a link over the `idx`-th rail; the callback gets it, or None."""
         self._exchange.open_rail(rail, idx, sink, done)
+
+    def reaches(self, region: Region, key: RegionKey, deadline: float) -> bool:
+        """Whether the cards move bytes of device memory themselves; waits. Any thread.
+
+        Waits for what the caller has queued on the device too, if so.
+        """
+        from transfer.backends.verbs.device_memory import await_queued_work
+
+        for kind in (region.kind, key.kind):
+            if kind != "host" and not kind.startswith("cuda:"):
+                return False
+        if region in self._unreached or key.token in self._refused:
+            return False
+        try:
+            self.register(region)
+        except RegistrationFailed as error:
+            logger.info("%s memory goes through buffers: %s", region.kind, error.reason)
+            self._unreached.add(region)
+            return False
+        if not self._exchange.learn(key.token, deadline):
+            self._refused.add(key.token)
+            return False
+        await_queued_work(region)
+        return True
 
     def register(self, region: Region) -> None:
         """Register a region with the cards, if it is not. Any thread.

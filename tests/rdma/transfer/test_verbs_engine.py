@@ -29,6 +29,7 @@ from transfer import (
     RegionUnknown,
     TransferEngine,
 )
+from transfer.pieces import copy_pieces
 
 MIB = 1 << 20
 SOON_S = 60.0
@@ -174,7 +175,7 @@ def test_withdrawn_and_released_keys_are_refused(engines: Any) -> None:
 
 def slow_down() -> None:
     for nic in ("nic0", "nic1"):
-        subprocess.run(["tc", "qdisc", "add", "dev", nic, "root", "netem", "rate", "100mbit"],
+        subprocess.run(["tc", "qdisc", "add", "dev", nic, "root", "netem", "rate", "40mbit"],
                        check=True)  # fmt: skip
 
 
@@ -287,6 +288,62 @@ def test_connecting_again_and_again_leaves_nothing() -> None:
 
 def _resources() -> str:
     return subprocess.run(["rdma", "resource"], capture_output=True, text=True, check=True).stdout
+
+
+class FakeDeviceMemory:
+    """A `Storage` of host memory that claims to be a GPU's, and notes whether it was copied."""
+
+    kind = "cuda:0"
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.nbytes, self.address = tensor, tensor.numel(), tensor.data_ptr()
+        self.copied = False
+
+    def fetch(self, target: Any, pieces: Any, deadline: float, done: Any) -> None:
+        self.copied = True
+        copy_pieces(target, self.tensor.numpy(), pieces)
+        done(None)
+
+    def store(self, source: Any, pieces: Any, deadline: float, done: Any) -> None:
+        self.copied = True
+        copy_pieces(self.tensor.numpy(), source, pieces)
+        done(None)
+
+
+def test_device_memory_is_reached_by_the_cards(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyverbs.mr import MR
+
+    one, other = engines
+    waited = []
+    verbs = "transfer.backends.verbs"
+    monkeypatch.setattr(f"{verbs}.device_memory.await_queued_work", waited.append)
+    monkeypatch.setattr(
+        f"{verbs}.domain.register_device_memory",
+        lambda domain, start, nbytes, rights: (MR(domain, nbytes, rights, address=start), start),
+    )
+    source, window = random_tensor(MIB), torch.zeros(MIB, dtype=torch.uint8)
+    ours, theirs = FakeDeviceMemory(source), FakeDeviceMemory(window)
+    key = offer(other, other.register(theirs), one)
+    one.write(other.name, one.register(ours), key, 0, 0, MIB).wait()
+    assert torch.equal(window, source)
+    back = torch.zeros(MIB, dtype=torch.uint8)
+    one.read(other.name, one.register(back), key, 0, 0, MIB).wait()
+    assert torch.equal(back, source)
+    assert len(waited) == 2
+    assert (ours.copied, theirs.copied) == (False, False)
+
+
+def test_device_memory_that_cannot_be_registered_goes_through_buffers(engines: Any) -> None:
+    """No CUDA driver is here: the real registration fails, at the owner and at us."""
+    one, other = engines
+    source, window = random_tensor(MIB), torch.zeros(MIB, dtype=torch.uint8)
+    ours, theirs = FakeDeviceMemory(source), FakeDeviceMemory(window)
+    key = offer(other, other.register(theirs), one)
+    one.write(other.name, one.register(ours), key, 0, 0, MIB).wait()
+    assert torch.equal(window, source)
+    assert (ours.copied, theirs.copied) == (True, True)
 
 
 def test_the_configuration_names_the_backend() -> None:

@@ -232,7 +232,7 @@ def test_a_cut_rail_costs_no_operation(
         assert time.monotonic() < deadline, "both rails are to be open before the fault"
         node.write(host(4 * MIB), key, 0, 0, 4 * MIB).wait()
     for nic in ("nic0", "nic1"):
-        subprocess.run(["tc", "qdisc", "add", "dev", nic, "root", "netem", "rate", "100mbit"],
+        subprocess.run(["tc", "qdisc", "add", "dev", nic, "root", "netem", "rate", "40mbit"],
                        check=True)  # fmt: skip
     source = host(nbytes, seed)
     transfers = [node.write(source, key, i * MIB, i * MIB, MIB, immediate=7) for i in range(12)]

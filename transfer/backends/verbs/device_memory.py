@@ -28,18 +28,24 @@ def _driver() -> ctypes.CDLL | None:
         return None
 
 
-def device_tensor(region: Region) -> torch.Tensor | None:
-    """Return the GPU tensor that a region stands for; None if it is host memory.
+def device_address(region: Region) -> int | None:
+    """Return the GPU virtual address of a region; None if it is host memory.
 
     Raises:
         PyverbsRDMAError: it is neither; a card cannot reach it.
     """
     if region.kind == "host":
         return None
-    tensor = getattr(getattr(region, "storage", None), "tensor", None)
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
+    address = getattr(getattr(region, "storage", None), "address", None)
+    if not region.kind.startswith("cuda:") or not isinstance(address, int):
         raise PyverbsRDMAError(f"memory of kind {region.kind} cannot be registered")
-    return tensor
+    return address
+
+
+def await_queued_work(region: Region) -> None:
+    """Wait for what the caller has queued on its current stream: the card does not."""
+    if region.kind.startswith("cuda:"):
+        torch.cuda.current_stream(torch.device(region.kind)).synchronize()
 
 
 def register_device_memory(

@@ -26,7 +26,7 @@ from pyverbs.pd import PD
 
 from transfer.backends.verbs.binding import PyverbsError, PyverbsRDMAError, constant, error_text
 from transfer.backends.verbs.device import Device
-from transfer.backends.verbs.device_memory import device_tensor, register_device_memory
+from transfer.backends.verbs.device_memory import device_address, register_device_memory
 from transfer.region import Access, Offer, Region
 
 logger = logging.getLogger(__name__)
@@ -147,10 +147,10 @@ class PeerDomain:
     def _register(self, region: Region, offset: int, nbytes: int, rights: int) -> Registered:
         if not self._is_open:
             raise PyverbsRDMAError("the peer is gone")
-        tensor = device_tensor(region)
-        if tensor is not None:
-            start = tensor.data_ptr() + offset
-            return Registered(*register_device_memory(self.domain, start, nbytes, rights))
+        address = device_address(region)
+        if address is not None:
+            place = register_device_memory(self.domain, address + offset, nbytes, rights)
+            return Registered(*place)
         start = region.start + offset if nbytes else ctypes.addressof(_nothing)
         return Registered(MR(self.domain, nbytes or 1, rights, address=start), start)
 

@@ -120,6 +120,15 @@ class PeerExchange:
         for device in self._devices:
             self._domain(device).local(region)
 
+    def learn(self, token: bytes, deadline: float) -> bool:
+        """Whether the owner tells how to reach an offer; asks, and waits. Any thread.
+
+        On the engine's thread only what is known already counts.
+        """
+        if self._keys.find(token) is not None:
+            return True
+        return not self._loop.is_current and self._keys.learn(token, deadline)
+
     def release(self, region: Region) -> None:
         """Deregister a region. Any thread."""
         for domain in list(self._domains.values()):

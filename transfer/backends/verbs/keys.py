@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 # (remote key, address), one for each of the owner's devices.
@@ -21,6 +22,7 @@ class KeyTable:
         self._places: dict[bytes, Places] = {}
         self._asked: set[bytes] = set()
         self._lock = threading.Lock()
+        self._answered = threading.Condition(self._lock)
 
     def find(self, token: bytes) -> Places | None:
         """Return what is known."""
@@ -42,7 +44,17 @@ class KeyTable:
             self._asked.discard(token)
             if places is not None:
                 self._places[token] = places
+            self._answered.notify_all()
             return True
+
+    def learn(self, token: bytes, deadline: float) -> bool:
+        """Ask, and wait for the answer; whether the owner has told how to reach the offer."""
+        if token not in self._places:
+            self.ask(token)
+            with self._lock:
+                while token in self._asked and (left := deadline - time.monotonic()) > 0:
+                    self._answered.wait(left)
+        return token in self._places
 
     def drop(self, token: bytes) -> None:
         """Forget a key that is void."""
