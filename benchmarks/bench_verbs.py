@@ -10,7 +10,8 @@ A chain of writes of 64 scattered bytes each is posted in one call, then awaited
 
 Measured is the time to build a chain, and to post it, which is the same work for all and there
 mostly Soft-RoCE's sending. In the virtual machine every instruction is emulated, so only ratios
-mean something. Where there are no devices it says so and ends.
+mean something there. With `--build-only` nothing is posted: that needs pyverbs but no device, so
+it can be measured on the host itself. Without pyverbs it says so and ends.
 """
 
 from __future__ import annotations
@@ -42,11 +43,22 @@ class Unwatched:
         """Nothing to do."""
 
 
-class Path:
+class Nowhere:
+    """Addresses and keys of nothing: to build chains with."""
+
+    def __init__(self) -> None:
+        from transfer.backends.verbs.chain import Chain
+
+        self.chain = Chain(1)
+        self.local, self.remote = 1 << 32, 1 << 33
+        self.local_key, self.remote_key = 1, 2
+
+
+class Path(Nowhere):
     """A connected pair of queue pairs, and memory at both ends."""
 
     def __init__(self, num_pieces: int) -> None:
-        from transfer.backends.verbs.chain import Chain
+        super().__init__()
         from transfer.backends.verbs.completion import CompletionQueue
         from transfer.backends.verbs.device import open_devices
         from transfer.backends.verbs.domain import PeerDomain
@@ -55,34 +67,44 @@ class Path:
         from transfer.backends.verbs.responder import Inbox, ServedRail
 
         near, far = open_devices(("rxe0", "rxe2"))
-        self.domain, far_domain = PeerDomain(near), PeerDomain(far)
+        domain, far_domain = PeerDomain(near), PeerDomain(far)
         self.completions = CompletionQueue(near, 4096)
         inbox = Inbox(far_domain, Unwatched(), lambda _: None)  # type: ignore[arg-type]
         served = ServedRail(1, inbox)
         pairs = [
-            QueuePair(near, self.domain.domain, self.completions, send_requests=1024, pieces=1)
+            QueuePair(near, domain.domain, self.completions, send_requests=1024, pieces=1)
             for _ in range(LANES)
         ]
         end = served.open(make_end(near, pairs))
         for i, pair in enumerate(pairs):
             pair.connect(end, i)
-        self.pair, self.chain = pairs[0], Chain(1)
+        self.pair = pairs[0]
         size = num_pieces * STRIDE
         self.source, self.target = (Region(torch.zeros(size, dtype=torch.uint8)) for _ in "ab")
         offer = make_offer(self.target, to="a", access=Access.WRITE, offset=0, nbytes=None)
-        self.local_key, self.local = self.domain.local(self.source)
+        self.local_key, self.local = domain.local(self.source)
         self.remote_key, self.remote = far_domain.remote(b"t" * 16, offer)
-        self.keep = (near, far, inbox, served, pairs, far_domain)
+        # In the order in which they can be destroyed.
+        self.parts = [*pairs, served, inbox, domain, far_domain, self.completions, near, far]
 
-    def drain(self) -> None:
-        """Wait for the one completion of a chain."""
+    def post(self, chain: Any) -> float:
+        """Post a chain and wait for its one completion; return the seconds of the post alone."""
+        started = time.perf_counter()
+        self.pair.post(chain[0])
+        elapsed_s = time.perf_counter() - started
         while not (found := self.completions.poll()):
             time.sleep(0.0005)
         if found[0].status:
             raise RuntimeError(f"a write failed with status {found[0].status}")
+        return elapsed_s
+
+    def close(self) -> None:
+        """Destroy everything."""
+        for part in self.parts:
+            part.close()
 
 
-def by_objects(path: Path, sources: Any, targets: Any) -> Any:
+def by_objects(path: Nowhere, sources: Any, targets: Any) -> Any:
     """New objects for each piece; return the chain, and what keeps it alive."""
     from pyverbs.wr import SGE, SendWR
 
@@ -102,7 +124,7 @@ def by_objects(path: Path, sources: Any, targets: Any) -> Any:
     return following, keep
 
 
-def by_templates(path: Path, num_pieces: int) -> Callable[[Path, Any, Any], Any]:
+def by_templates(path: Nowhere, num_pieces: int) -> Callable[[Nowhere, Any, Any], Any]:
     """Make objects once; what is returned patches them."""
     from pyverbs.wr import SGE, SendWR
 
@@ -116,7 +138,7 @@ def by_templates(path: Path, num_pieces: int) -> Callable[[Path, Any, Any], Any]
         if i + 1 < num_pieces:
             request.next_wr = requests[i + 1]
 
-    def patch(path: Path, sources: Any, targets: Any) -> Any:
+    def patch(path: Nowhere, sources: Any, targets: Any) -> Any:
         for element, request, source, target in zip(
             elements, requests, sources.tolist(), targets.tolist(), strict=True
         ):
@@ -127,7 +149,7 @@ def by_templates(path: Path, num_pieces: int) -> Callable[[Path, Any, Any], Any]
     return patch
 
 
-def by_arrays(path: Path, sources: Any, targets: Any) -> Any:
+def by_arrays(path: Nowhere, sources: Any, targets: Any) -> Any:
     """As the engine does."""
     from transfer.backends.verbs.chain import WRITE
     from transfer.backends.verbs.plan import plan
@@ -141,9 +163,10 @@ def by_arrays(path: Path, sources: Any, targets: Any) -> Any:
     return head, requests
 
 
-def measure(num_pieces: int, rounds: int) -> Iterator[tuple[str, list[float], list[float]]]:
+def measure(
+    path: Nowhere, num_pieces: int, rounds: int
+) -> Iterator[tuple[str, list[float], list[float]]]:
     """Build and post in each way, in turns; give microseconds for each piece."""
-    path = Path(num_pieces)
     ways = {
         "objects": by_objects,
         "templates": by_templates(path, num_pieces),
@@ -157,12 +180,9 @@ def measure(num_pieces: int, rounds: int) -> Iterator[tuple[str, list[float], li
         for name, build in ways.items():
             started = time.perf_counter()
             chain = build(path, sources, targets)
-            ready = time.perf_counter()
-            path.pair.post(chain[0])
-            ended = time.perf_counter()
-            built[name].append((ready - started) * 1e6 / num_pieces)
-            posted[name].append((ended - ready) * 1e6 / num_pieces)
-            path.drain()
+            built[name].append((time.perf_counter() - started) * 1e6 / num_pieces)
+            if isinstance(path, Path):
+                posted[name].append(path.post(chain) * 1e6 / num_pieces)
     for name in ways:
         yield name, built[name], posted[name]
 
@@ -172,21 +192,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--pieces", type=int, default=256)
+    parser.add_argument("--build-only", action="store_true")
     options = parser.parse_args()
-    reason = verbs.unavailable()
+    reason = None if options.build_only else verbs.unavailable()
     if reason is not None:
         print(f"nothing measured: {reason}", file=sys.stderr)
         return
-    recorder = Recorder("verbs")
+    path = Nowhere() if options.build_only else Path(options.pieces)
+    recorder = Recorder("verbs_build" if options.build_only else "verbs")
     built: dict[str, list[float]] = {}
-    for name, building, posting in measure(options.pieces, options.rounds):
+    for name, building, posting in measure(path, options.pieces, options.rounds):
         built[name] = building
         recorder.add("build", "us/write", building, way=name, chain=options.pieces)
-        recorder.add("post", "us/write", posting, way=name, chain=options.pieces)
+        if posting:
+            recorder.add("post", "us/write", posting, way=name, chain=options.pieces)
     for name in ("objects", "templates"):
         ratios = [a / b for a, b in zip(built[name], built["arrays"], strict=True)]
         recorder.add(f"build, {name} over arrays", "1", ratios, chain=options.pieces)
     recorder.write()
+    if isinstance(path, Path):
+        path.close()
 
 
 if __name__ == "__main__":
