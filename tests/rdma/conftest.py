@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.fabric import repair
 from transfer.backends.verbs import unavailable
 
 # In the virtual machine a second of the host's is tens of them.
@@ -47,7 +47,4 @@ def fabric() -> Iterator[None]:
     if os.environ.get("RDMA_VM") != "1":
         pytest.skip("cuts cables of the virtual machine's switch")
     yield
-    for i in range(4):
-        subprocess.run(["tc", "qdisc", "del", "dev", f"nic{i}", "root"], capture_output=True)
-        subprocess.run(["ip", "link", "set", f"port{i}", "master", "fabric"], check=True)
-        subprocess.run(["ip", "link", "set", f"port{i}", "up"], check=True)
+    repair()

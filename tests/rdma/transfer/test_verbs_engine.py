@@ -19,6 +19,7 @@ import torch
 
 from configs.schema import TransferBackend
 from tests.support.engines import BOTH, eventually, new_engine, offer
+from tests.support.fabric import lose_silently, pull, slow_down
 from transfer import (
     Access,
     AccessRefused,
@@ -79,7 +80,7 @@ def test_tcp_takes_over_where_the_cards_do_not_reach_each_other(
     hosts = iter(("one host", "another"))
     monkeypatch.setattr("transfer.rendezvous.host_identity", lambda: next(hosts))
     for i in (2, 3):
-        subprocess.run(["ip", "link", "set", f"port{i}", "nomaster"], check=True)
+        lose_silently(i)
         subprocess.run(["ip", "neigh", "flush", "to", f"10.99.0.{i + 1}"], check=True)
     with new_engine("auto", devices=OURS) as one, new_engine("auto", devices=THEIRS) as other:
         one.connect(other.address, timeout_s=SOON_S)
@@ -173,19 +174,13 @@ def test_withdrawn_and_released_keys_are_refused(engines: Any) -> None:
     assert torch.equal(window, source.tensor)
 
 
-def slow_down() -> None:
-    for nic in ("nic0", "nic1"):
-        subprocess.run(["tc", "qdisc", "add", "dev", nic, "root", "netem", "rate", "40mbit"],
-                       check=True)  # fmt: skip
-
-
 def test_a_fenced_peer_writes_nothing_more(engines: Any, fabric: None) -> None:
     one, other = engines
     window = torch.zeros(8 * MIB, dtype=torch.uint8)
     key = offer(other, other.register(window), one)
     source = one.register(torch.ones(8 * MIB, dtype=torch.uint8))
     one.write(other.name, source, key, 0, 0, 8).wait()
-    slow_down()
+    slow_down(0, 1)
     transfer = one.write(other.name, source, key, 0, 0, 8 * MIB)
     eventually(lambda: transfer.bytes_moved > 0, "some bytes")
     other.disconnect(one.name, reason="test")
@@ -253,10 +248,10 @@ def test_a_cut_rail_fails_no_transfer(engines: Any, fabric: None) -> None:
     source = one.register(random_tensor(nbytes))
     one.write(other.name, source, key, 0, 0, nbytes).wait()
     window.zero_()
-    slow_down()
+    slow_down(0, 1)
     transfer = one.write(other.name, source, key, 0, 0, nbytes, immediate=3)
     eventually(lambda: transfer.bytes_moved > 0, "some bytes")
-    subprocess.run(["ip", "link", "set", "port1", "down"], check=True)
+    pull(1)
     assert not transfer.done(), "the fault must hit in the middle"
     transfer.wait()
     other.expect({(one.name, 3): 1}, timeout_s=SOON_S)

@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from transfer.region import Access, Region, RegionKey
 
 pytest.importorskip("pyverbs", reason="pyverbs comes with the host's RDMA libraries; none here")
 
+from tests.support.fabric import lose_silently, mute, pull, repair, slow_down
 from tests.support.verbs_node import Owner, VerbsNode, random_bytes
 
 MIB = 1 << 20
@@ -204,24 +205,23 @@ def test_an_operation_that_is_given_up_touches_nothing_more(one_rail: Any, fabri
     window = owner.ask("make", 4 * MIB)
     key = owner.ask("offer", window, BOTH)
     node.read(host(64), key, 0, 0, 64).wait()
-    subprocess.run(["tc", "qdisc", "add", "dev", "nic2", "root", "netem", "rate", "20mbit"],
-                   check=True)  # fmt: skip
+    slow_down(2, rate="20mbit")
     owner.ask("fill", window, 1)
     target = host(4 * MIB)
     with pytest.raises(TransferTimeout):
         node.read(target, key, 0, 0, 4 * MIB, timeout_s=0.5).wait()
     seen = target.array.tobytes()
     assert 0 < len(seen.strip(b"\0")) < 4 * MIB, "the fault must hit in the middle"
-    subprocess.run(["tc", "qdisc", "del", "dev", "nic2", "root"], check=True)
+    repair()
     time.sleep(1.0)
     assert target.array.tobytes() == seen
     node.read(target, key, 0, 0, 4 * MIB).wait()
     assert target.array.tobytes() == owner.ask("bytes", window)
 
 
-@pytest.mark.parametrize("fault", [["down"], ["nomaster"]], ids=["cable", "silent loss"])
+@pytest.mark.parametrize("fault", [pull, lose_silently])
 def test_a_cut_rail_costs_no_operation(
-    pair: Any, fabric: None, seed: int, fault: list[str]
+    pair: Any, fabric: None, seed: int, fault: Callable[[int], None]
 ) -> None:
     node, owner = pair
     nbytes = 12 * MIB
@@ -231,19 +231,17 @@ def test_a_cut_rail_costs_no_operation(
     while [rail.open for rail in node.requests.rails()] != [True, True]:
         assert time.monotonic() < deadline, "both rails are to be open before the fault"
         node.write(host(4 * MIB), key, 0, 0, 4 * MIB).wait()
-    for nic in ("nic0", "nic1"):
-        subprocess.run(["tc", "qdisc", "add", "dev", nic, "root", "netem", "rate", "40mbit"],
-                       check=True)  # fmt: skip
+    slow_down(0, 1)
     source = host(nbytes, seed)
     transfers = [node.write(source, key, i * MIB, i * MIB, MIB, immediate=7) for i in range(12)]
     while sum(transfer.done() for transfer in transfers) < 2:
         time.sleep(0.005)
-    subprocess.run(["ip", "link", "set", "port0", *fault], check=True)
+    fault(0)
     assert not all(transfer.done() for transfer in transfers), "the fault must hit in the middle"
     started = time.monotonic()
     for transfer in transfers:
         transfer.wait()
-    print(f"{fault}: the rest took {time.monotonic() - started:.2f} s")
+    print(f"{fault.__name__}: the rest took {time.monotonic() - started:.2f} s")
     assert owner.ask("count", 7, 12) == 12
     assert owner.ask("bytes", window) == source.array.tobytes()
     assert max(rail.failures for rail in node.requests.rails()) > 0, "the fault did not fire"
@@ -252,12 +250,35 @@ def test_a_cut_rail_costs_no_operation(
     assert owner.ask("counted") == {7: 12}, "an immediate was counted twice"
 
 
+def test_what_arrived_without_acknowledgement_is_not_sent_again(
+    one_rail: Any, fabric: None, seed: int
+) -> None:
+    node, owner = one_rail
+    window = owner.ask("make", 4096)
+    key = owner.ask("offer", window, WRITE)
+    source = host(4096, seed)
+    node.write(source, key, 0, 0, 64, immediate=1).wait()
+    mute(2)
+    transfers = [
+        node.write(source, key, 0, 0, 4096, immediate=2, priority=priority)
+        for priority in (Priority.ACTIVATIONS, Priority.KV_PUT)
+        for _ in range(3)
+    ]
+    assert owner.ask("count", 2, 6) == 6
+    assert not any(transfer.done() for transfer in transfers), "the fault must hit in the middle"
+    for transfer in transfers:
+        transfer.wait()
+        assert transfer.attempts == 1
+    repair()
+    node.write(source, key, 0, 0, 64, immediate=3).wait()
+    assert owner.ask("count", 3, 1) == 1
+    assert owner.ask("counted") == {1: 1, 2: 6, 3: 1}
+    assert owner.ask("bytes", window) == source.array.tobytes()
+
+
 def _comes_back(node: VerbsNode, source: Region, key: RegionKey) -> None:
     """Put the cable back; the rail must carry bytes again."""
-    for nic in ("nic0", "nic1"):
-        subprocess.run(["tc", "qdisc", "del", "dev", nic, "root"], check=True)
-    subprocess.run(["ip", "link", "set", "port0", "master", "fabric"], check=True)
-    subprocess.run(["ip", "link", "set", "port0", "up"], check=True)
+    repair()
     before = _bytes_of(node, "rxe0")
     deadline = time.monotonic() + 60
     while _bytes_of(node, "rxe0") == before:
