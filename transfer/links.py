@@ -125,7 +125,7 @@ class Links:
 
         def dialed(outcome: Outcome) -> None:
             if isinstance(outcome, Greeted):
-                link = self._make_link(outcome)
+                link = self._make_link(outcome, dialed=True)
                 if link is None:
                     outcome = HandshakeRefused(address, "no backend in common", outcome.name)
                 elif link.backend == "tcp" and link.rdma is None:
@@ -194,7 +194,7 @@ class Links:
             return "verbs"
         return "tcp" if own.tcp and facts.tcp else None
 
-    def _make_link(self, greeted: Greeted) -> PeerLink | None:
+    def _make_link(self, greeted: Greeted, *, dialed: bool = False) -> PeerLink | None:
         backend = self._backend(greeted.facts)
         if backend is None or self._table.fenced(greeted.name) or self.standing(greeted.name):
             Stream.discard(greeted.sock)
@@ -221,6 +221,7 @@ class Links:
             backend,
             control=control,
             served_id=self.service.open_peer(name, local=backend == "shared_memory"),
+            dialed=dialed,
             requests=requests,
             windows=Windows(name, fetch=requests.fetch_place),
             locations=Locations(
@@ -238,7 +239,7 @@ class Links:
                 greeted.facts.verbs,
                 send=partial(self._tell, link, ControlKind.VERBS),
                 lose=lambda evidence: self.lose(link, evidence),
-                on_tried=lambda: self._on_decided(link),
+                on_tried=lambda: link.decide(),
             )
         self.board.drop(name)
         self._table.add(link)
@@ -259,14 +260,9 @@ class Links:
             link.requests.close(PeerLost(link.name, "no rail"))
             link.backend = "tcp"
             link.requests = self._opener.make_requests(link.name, "tcp", link.facts)
-        link.rdma.tell_tried()
-        self._on_decided(link)
-
-    def _on_decided(self, link: PeerLink) -> None:
-        """One side knows its way. When both do, neither can be asked before it is ready."""
-        link.num_undecided -= 1
-        if not link.num_undecided and link.state is LinkState.CONNECTING:
-            link.become_ready()
+        if link.dialed:
+            link.rdma.tell_tried()
+        link.decide()
 
     def _dial_signal(self, link: PeerLink) -> None:
         def dialed(outcome: Outcome) -> None:

@@ -38,6 +38,7 @@ class PeerLink:
         farewell: what the peer said when it closed, "" if it said nothing.
         ending: its last words are being read.
         settled: set when the link is ready, or lost before it was.
+        dialed: whether we called the peer, and not it us.
         rdma: queue pairs and keys; None unless both sides have devices.
         num_undecided: sides that have not found out whether RDMA works.
         served_id: names this life of the peer at the service of our memory.
@@ -49,6 +50,7 @@ class PeerLink:
         facts: Facts,
         backend: str,
         *,
+        dialed: bool,
         control: Stream,
         served_id: int,
         requests: Requests,
@@ -58,6 +60,7 @@ class PeerLink:
         self.name = name
         self.facts = facts
         self.backend = backend
+        self.dialed = dialed
         self.control = control
         self.served_id = served_id
         self.requests = requests
@@ -97,6 +100,18 @@ class PeerLink:
         self.requests.abandon()
         if self.signal is not None:
             self.signal.sock.close()
+
+    def decide(self) -> None:
+        """One side knows whether its requests can go over RDMA.
+
+        Who was called is ready first and says so then: when `connect` returns, both know each
+        other.
+        """
+        self.num_undecided -= 1
+        if not self.num_undecided and self.state is LinkState.CONNECTING:
+            self.become_ready()
+            if not self.dialed and self.rdma is not None:
+                self.rdma.tell_tried()
 
     def become_ready(self) -> None:
         """All connections that the backend needs stand."""

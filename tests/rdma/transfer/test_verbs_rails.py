@@ -231,10 +231,10 @@ def test_a_cut_rail_costs_no_operation(
     while [rail.open for rail in node.requests.rails()] != [True, True]:
         assert time.monotonic() < deadline, "both rails are to be open before the fault"
         node.write(host(4 * MIB), key, 0, 0, 4 * MIB).wait()
-    slow_down(0, 1)
+    slow_down(0, 1, rate="20mbit")
     source = host(nbytes, seed)
     transfers = [node.write(source, key, i * MIB, i * MIB, MIB, immediate=7) for i in range(12)]
-    while sum(transfer.done() for transfer in transfers) < 2:
+    while not any(transfer.bytes_moved for transfer in transfers):
         time.sleep(0.005)
     fault(0)
     assert not all(transfer.done() for transfer in transfers), "the fault must hit in the middle"

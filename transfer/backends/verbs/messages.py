@@ -1,7 +1,8 @@
 """What two engines tell each other about their queue pairs, over their control connection.
 
-    both, once each                              (see `Links`)
-      | -- RailsTried -----------------------------> |
+    dialer                                       acceptor, see `Links`
+      | -- RailsTried -----------------------------> |   once its own rails are tried too, ready
+      | <----------------------------- RailsTried -- |   the dialer is ready after the acceptor
 
     requester                                    owner of the memory
       | -- OpenRail(rail, device, end) ------------> |   makes its end, ready to serve
