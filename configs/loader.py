@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from configs.errors import ConfigError, Problem
@@ -139,7 +140,19 @@ def _meaning(setting: Setting, entry: Entry) -> Any:
         return None
     if setting.kind is Path and isinstance(value, str) and value:
         return entry.base / Path(value).expanduser()
+    if entry.is_text and setting.kind == tuple[str, ...]:
+        return _list(value)
     return value
+
+
+def _list(text: str) -> Any:
+    """Read `a, b` or `["a", "b"]` from the environment or a flag."""
+    if not text.lstrip().startswith("["):
+        return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text  # refused with what was expected
 
 
 def _validate(

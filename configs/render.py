@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ file, environment variables, `--set` on the command line.
 `moe-runtime config show` prints the result with the origin of each value, `config check` lists
 everything that is wrong with one, `config schema` prints the JSON schema. A name that does not
 exist is an error. Units are the last word of a name: `_s` seconds, `_bytes` bytes, `_tokens`
-tokens. A relative path in a file is meant from that file's directory.
+tokens. A relative path in a file is meant from that file's directory. A list is `a, b` or
+`["a", "b"]` in the environment and on the command line.
 """
 
 
@@ -38,14 +39,20 @@ def plain(config: RuntimeConfig) -> dict[str, Any]:
 
 def to_yaml(config: RuntimeConfig, origins: Mapping[str, str] | None = None) -> str:
     """A file that loads to the same configuration; comments name what is not a default."""
-    lines: list[str] = []
-    for section, values in plain(config).items():
-        lines.append(f"{section}:")
-        for key, value in values.items():
-            origin = (origins or {}).get(f"{section}.{key}")
-            comment = f"  # {origin}" if origin else ""
-            lines.append(f"  {key}: {_scalar(value)}{comment}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(_lines(plain(config), origins or {}, "", "")) + "\n"
+
+
+def _lines(
+    values: Mapping[str, Any], origins: Mapping[str, str], prefix: str, indent: str
+) -> Iterator[str]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _lines(value, origins, f"{name}.", f"{indent}  ")
+        else:
+            comment = f"  # {origins[name]}" if origins.get(name) else ""
+            yield f"{indent}{key}: {_scalar(value)}{comment}"
 
 
 def show(loaded: LoadedConfig) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import annotated_types
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs import RuntimeConfig, load_config
-from configs.fields import Setting, sections
+from configs.fields import Setting
 from configs.fields import settings as known_settings
 from configs.render import to_yaml
 
@@ -22,9 +24,12 @@ PATH = st.text("abcXYZ09 -_.é#:'\"", min_size=1, max_size=12).map(lambda text: 
 
 
 def bounds(setting: Setting) -> tuple[float, float, bool]:
-    section, _, key = setting.name.partition(".")
+    *parents, key = setting.name.split(".")
+    model: Any = RuntimeConfig
+    for parent in parents:
+        model = model.model_fields[parent].annotation
     low, high, exclusive = -1000.0, 1e9, False
-    for bound in sections()[section].model_fields[key].metadata:
+    for bound in model.model_fields[key].metadata:
         match bound:
             case annotated_types.Ge(ge=value):
                 low = value
@@ -47,6 +52,8 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
         strategy = PATH
     elif isinstance(setting.kind, type) and issubclass(setting.kind, StrEnum):
         strategy = st.sampled_from(list(setting.kind))
+    elif setting.kind == tuple[str, ...]:
+        strategy = st.lists(TEXT, max_size=3).map(tuple)
     else:
         # Words that mean null are the documented exception for optional text.
         strategy = TEXT.filter(lambda text: text.strip().lower() not in ("", "null", "none", "~"))
@@ -55,11 +62,14 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
 
 @st.composite
 def configurations(draw: st.DrawFn) -> RuntimeConfig:
-    nested: dict[str, dict[str, Any]] = {}
+    nested: dict[str, Any] = {}
     for name, setting in known_settings().items():
-        section, _, key = name.partition(".")
+        *parents, key = name.split(".")
         if setting.required or draw(st.booleans()):
-            nested.setdefault(section, {})[key] = draw(values(setting))
+            table = nested
+            for parent in parents:
+                table = table.setdefault(parent, {})
+            table[key] = draw(values(setting))
     return RuntimeConfig.model_validate(nested)
 
 
@@ -71,15 +81,20 @@ def test_a_file_round_trips(tmp_path: Path, config: RuntimeConfig) -> None:
     assert load_config(path, environ={}) == config
 
 
+def flags_of(table: dict[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flags_of(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}={yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()}"
+        else:
+            yield f"{prefix}{key}={'null' if value is None else value}"
+
+
 @given(config=configurations())
 @settings(max_examples=60)
 def test_flags_round_trip_and_win(config: RuntimeConfig) -> None:
-    plain = config.model_dump(mode="json")
-    flags = [
-        f"{section}.{key}={'null' if value is None else value}"
-        for section, table in plain.items()
-        for key, value in table.items()
-    ]
+    flags = list(flags_of(config.model_dump(mode="json"), ""))
     environ = {"MOE_RUNTIME__FRONT__PORT": "1", "MOE_RUNTIME__MODEL__PATH": "/elsewhere"}
     assert load_config("tiny-test", overrides=flags, environ=environ) == config
 
