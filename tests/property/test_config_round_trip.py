@@ -86,7 +86,8 @@ def flags_of(table: dict[str, Any], prefix: str) -> Iterator[str]:
         if isinstance(value, dict):
             yield from flags_of(value, f"{prefix}{key}.")
         elif isinstance(value, list):
-            yield f"{prefix}{key}={yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()}"
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+            yield f"{prefix}{key}={text.strip()}"
         else:
             yield f"{prefix}{key}={'null' if value is None else value}"
 
