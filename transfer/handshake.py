@@ -4,15 +4,21 @@
       | -- Hello(version, purpose, name, nonce) ---> |
       | <------------- Challenge(name, nonce) ------ |
       | -- Proof(mac) -----------------------------> |   wrong: closed without a word
-      | <------- Accept(mac, facts) or Refuse(why) - |   wrong mac: the dialer hangs up
-      | -- Confirm(facts) -------------------------> |
+      | <- Accept(mac, facts, half) or Refuse(why) - |   wrong mac: the dialer hangs up
+      | -- Confirm(mac, facts, half) --------------> |
       | <------------------------------ Ready(mac) - |   the connection is installed over there
 
 Each mac is HMAC-SHA256 under a key derived from the secret, over a label and the transcript
-(version, purpose, both names, both nonces). The label differs by direction and step, so no mac
-can be sent back to its author (reflection) or used again in another place or conversation.
-Before the other side's proof only random names and nonces are told. What follows the handshake
-is not encrypted: it keeps strangers out, it does not hide traffic from the network.
+(version, purpose, both names, both nonces, the TLS channel). The label differs by direction and
+step, so no mac can be sent back to its author (reflection) or used again in another place or
+conversation. Before the other side's proof only random names and nonces are told.
+
+A control connection's *bond* is made of the halves that its two ends draw at random. Data and
+signal connections are proved with a key derived from it: who knows the secret, but was not told
+the bond, can open none under somebody else's name.
+
+The handshake encrypts nothing: it keeps strangers out. `transfer.tls` hides traffic from the
+network; then the channel is in the transcript, so that nobody can sit in the middle of it.
 """
 
 from __future__ import annotations
@@ -28,8 +34,9 @@ import msgspec
 
 from transfer.errors import HandshakeRefused, ProtocolViolation
 
-VERSION: Final = 1
+VERSION: Final = 2
 NONCE_BYTES: Final = 32
+HALF_BYTES: Final = 32
 MESSAGE_BYTES_MAX: Final = 2048
 NAME_LENGTH_MAX: Final = 64
 LENGTH_BYTES: Final = 2
@@ -39,6 +46,7 @@ class Purpose(StrEnum):
     """What a connection is for."""
 
     CONTROL = "control"
+    RESUME = "resume"
     SIGNAL = "signal"
     DATA = "data"
 
@@ -96,6 +104,7 @@ class Accept(_Message, frozen=True, tag=True):
 
     mac: bytes
     facts: bytes
+    half: bytes
 
 
 class Refuse(_Message, frozen=True, tag=True):
@@ -110,6 +119,7 @@ class Confirm(_Message, frozen=True, tag=True):
 
     mac: bytes
     facts: bytes
+    half: bytes
 
 
 class Ready(_Message, frozen=True, tag=True):
@@ -120,6 +130,7 @@ class Ready(_Message, frozen=True, tag=True):
 
 Message = Hello | Challenge | Proof | Accept | Refuse | Confirm | Ready
 Admission = Callable[[Purpose, str], str | None]
+Bonds = Callable[[str], bytes | None]
 
 _decoder: Final = msgspec.msgpack.Decoder(Message)
 _facts_decoder: Final = msgspec.msgpack.Decoder(Facts)
@@ -160,20 +171,48 @@ class Handshake:
         peer_name: its name ("" until told).
         peer_facts: its facts, once `done`.
         purpose: what the connection is for.
+        bond: what this control connection's two ends share, once `done`.
+
+    Args:
+        secret: the cluster secret.
+        name: our own.
+        facts: told once the other side has proved itself.
+        admit: why a connection is not wanted, None if it is.
+        bonds: the bond of the control connection that stands with a name, None if none does.
     """
 
-    def __init__(self, *, secret: bytes, name: str, facts: Facts, admit: Admission) -> None:
+    def __init__(
+        self, *, secret: bytes, name: str, facts: Facts, admit: Admission, bonds: Bonds
+    ) -> None:
         self._key = hmac.digest(secret, b"moe-runtime transfer handshake", hashlib.sha256)
         self._name = name
         self._facts = msgspec.msgpack.encode(facts)
         self._admit = admit
+        self._bonds = bonds
         self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._half = secrets.token_bytes(HALF_BYTES)
+        self._channel = b""
         self._transcript = b""
         self._buffer = b""
         self.done = False
         self.peer_name = ""
         self.peer_facts: Facts | None = None
         self.purpose: Purpose = Purpose.CONTROL
+        self.bond = b""
+
+    def bind(self, channel: bytes) -> None:
+        """Tie the conversation to the encrypted channel that carries it. Before the first feed.
+
+        Args:
+            channel: the same at both ends of the channel, and at those of no other.
+        """
+        assert not self._transcript
+        self._channel = channel
+
+    @property
+    def session(self) -> bytes:
+        """A key that only the two sides of this very conversation come to; [32] bytes."""
+        return self._mac("session")
 
     @property
     def needed(self) -> int:
@@ -213,20 +252,40 @@ class Handshake:
 
     def _check(self, mac: bytes, label: str, content: bytes = b"") -> None:
         if not hmac.compare_digest(mac, self._mac(label, content)):
-            raise HandshakeRefused("", f"wrong {label}: another cluster secret?")
+            raise HandshakeRefused("", f"wrong {label}: {self._suspicion}")
 
     def _fix_transcript(self, dialer: tuple[str, bytes], acceptor: tuple[str, bytes]) -> None:
         # Each field with its length, so no two conversations share a transcript.
         fields = (str(VERSION).encode(), self.purpose.encode(), dialer[0].encode(), dialer[1],
-                  acceptor[0].encode(), acceptor[1])  # fmt: skip
+                  acceptor[0].encode(), acceptor[1], self._channel)  # fmt: skip
         self._transcript = b"".join(len(f).to_bytes(4, "big") + f for f in fields)
+
+    def _lean_on_control(self) -> None:
+        """From here on macs are those of who shares a control connection, not the secret alone."""
+        if self.purpose is not Purpose.CONTROL:
+            # Nobody's bond: then the other side's proof is as wrong as a stranger's.
+            bond = self._bonds(self.peer_name) or secrets.token_bytes(HALF_BYTES)
+            self._key = hmac.digest(self._key, b"bond\0" + bond, hashlib.sha256)
+
+    def _make_bond(self, acceptor_half: bytes, dialer_half: bytes) -> None:
+        self.bond = self._mac("bond", acceptor_half + dialer_half)
+
+    @property
+    def _suspicion(self) -> str:
+        if self._channel:
+            return "another cluster secret, or somebody in the middle?"
+        if self.purpose is Purpose.CONTROL:
+            return "another cluster secret?"
+        return "another cluster secret, or no control connection of ours?"
 
     def _learn(self, name: str, nonce: bytes) -> None:
         if not is_name(name) or len(nonce) != NONCE_BYTES:
             raise ProtocolViolation("handshake: no name, or a nonce of the wrong length")
         self.peer_name = name
 
-    def _take_facts(self, facts: bytes) -> None:
+    def _take_facts(self, facts: bytes, half: bytes) -> None:
+        if len(half) != HALF_BYTES:
+            raise ProtocolViolation(f"handshake: half a bond of {len(half)} bytes")
         try:
             self.peer_facts = _facts_decoder.decode(facts)
         except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
@@ -249,9 +308,11 @@ class DialerHandshake(Handshake):
                 self._check(message.mac, "refusal", message.reason.encode())
                 raise HandshakeRefused("", shown(message.reason))
             case Accept() if self._transcript and self.peer_facts is None:
-                self._check(message.mac, "acceptor proof", message.facts)
-                self._take_facts(message.facts)
-                return _frame(Confirm(self._mac("dialer facts", self._facts), self._facts))
+                self._check(message.mac, "acceptor proof", message.facts + message.half)
+                self._take_facts(message.facts, message.half)
+                self._make_bond(message.half, self._half)
+                mac = self._mac("dialer facts", self._facts + self._half)
+                return _frame(Confirm(mac, self._facts, self._half))
             case Ready() if self.peer_facts is not None and not self.done:
                 self._check(message.mac, "ready")
                 self.done = True
@@ -264,6 +325,7 @@ class DialerHandshake(Handshake):
         if (reason := self._admit(self.purpose, message.name)) is not None:
             raise HandshakeRefused("", reason)
         self._fix_transcript((self._name, self._nonce), (message.name, message.nonce))
+        self._lean_on_control()
         return _frame(Proof(self._mac("dialer proof")))
 
 
@@ -299,13 +361,15 @@ class AcceptorHandshake(Handshake):
                 self._fix_transcript((message.name, message.nonce), (self._name, self._nonce))
                 return _frame(Challenge(self._name, self._nonce))
             case Proof() if self._transcript and not self._proved:
+                self._lean_on_control()
                 self._check(message.mac, "dialer proof")
                 answer = self._answer()
                 self._proved = True
                 return answer
             case Confirm() if self._proved and self.refused is None and not self.done:
-                self._check(message.mac, "dialer facts", message.facts)
-                self._take_facts(message.facts)
+                self._check(message.mac, "dialer facts", message.facts + message.half)
+                self._take_facts(message.facts, message.half)
+                self._make_bond(self._half, message.half)
                 self.done = True
                 return b""
             case _:
@@ -316,4 +380,5 @@ class AcceptorHandshake(Handshake):
         if self.refused is not None:
             reason = self.refused
             return _frame(Refuse(self._mac("refusal", reason.encode()), reason))
-        return _frame(Accept(self._mac("acceptor proof", self._facts), self._facts))
+        mac = self._mac("acceptor proof", self._facts + self._half)
+        return _frame(Accept(mac, self._facts, self._half))

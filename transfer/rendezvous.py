@@ -47,12 +47,13 @@ HANG_UP: Final = "closed by the other side during the handshake (another cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeted:
-    """A connection whose other end has proved itself."""
+    """A connection whose other end has proved itself; see `Handshake.session`."""
 
     sock: socket.socket
     purpose: Purpose
     name: str
     facts: Facts
+    session: bytes
 
 
 Outcome = Greeted | HandshakeRefused
@@ -131,7 +132,8 @@ class Negotiation:
                 facts = self.machine.peer_facts
                 assert facts is not None
                 self.end(Greeted(sock=self.sock, purpose=self.machine.purpose,
-                                 name=self.machine.peer_name, facts=facts))  # fmt: skip
+                                 name=self.machine.peer_name, facts=facts,
+                                 session=self.machine.session))  # fmt: skip
 
 
 class Rendezvous:
