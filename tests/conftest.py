@@ -16,6 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
+
+# On shared cores an example takes as long as it takes.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 ROOT = Path(__file__).parent
 DIRECTORY_MARKERS = ("unit", "property", "multiprocess", "fault", "gpu", "rdma", "slow")

@@ -116,7 +116,7 @@ class Mover:
         """Move pieces of the peer's window into our region."""
         backend, link = self._route(peer, source)
         self._check(backend, source, READ, pieces.source_offsets, pieces)
-        _check_own(pieces.target_offsets, pieces, target)
+        _check_own(pieces.target_offsets, pieces, target, lands=True)
         if self._is_staged(link, target, source, deadline):
             if link is None:
                 kind = class_of(priority, pieces.nbytes, None, write=False)
@@ -244,7 +244,7 @@ class Mover:
         if not write:
             ours, theirs = theirs, ours
         self._check(backend, key, WRITE if write else READ, theirs, pieces)
-        _check_own(ours, pieces, region)
+        _check_own(ours, pieces, region, lands=not write)
         if link is None or backend != "shared_memory" or not len(pieces) or region.kind != "host":
             return link, None
         return link, link.windows.get(key, self.deadline(None))
@@ -392,9 +392,9 @@ def deadline_after(timeout_s: float | None, default_s: float) -> float:
     return time.monotonic() + (default_s if timeout_s is None else check_timeout(timeout_s))
 
 
-def _check_own(offsets: Ints, pieces: Pieces, region: Region) -> None:
-    if type(region) is not Region:
-        check_type("a region", region, Region)
+def _check_own(offsets: Ints, pieces: Pieces, region: Region, *, lands: bool = False) -> None:
+    if type(region) is not Region and not check_type("a region", region, Region).writable and lands:
+        raise ValueError("own region: it is mapped read-only, nothing can be read into it")
     problem = out_of_bounds(offsets, pieces.lengths, region.nbytes)
     if problem is not None:
         raise ValueError(f"own region: {problem}")

@@ -105,9 +105,11 @@ class Region:
         nbytes: its size.
         shareable: whether same-host peers can map it (it lies in a `Memory`).
         kind: "host"; of a `StorageRegion`, "file" or "cuda:0".
+        writable: whether this process may write to it; see `ReadOnlyRegion`.
     """
 
     kind: str = "host"
+    writable: bool = True
 
     def __init__(self, memory: Memory | torch.Tensor) -> None:
         if isinstance(memory, Memory) and memory.fd < 0:
@@ -124,6 +126,16 @@ class Region:
     def shareable(self) -> bool:
         """Whether same-host peers can map it."""
         return self.memory is not None
+
+
+class ReadOnlyRegion(Region):
+    """Memory that this process may only read, as it is mapped.
+
+    It can be written from, and offered for reading. A class of its own, so that the short way of
+    small messages need not ask.
+    """
+
+    writable = False
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,7 +273,8 @@ def make_offer(
     """Check the window of an offer.
 
     Raises:
-        ValueError: the window is not inside the region, or gives no right.
+        ValueError: the window is not inside the region, gives no right, or the right to write to
+            memory that is read-only.
         PeerUnknown: `to` is empty.
     """
     check_type("region", region, Region)
@@ -276,6 +289,8 @@ def make_offer(
         )
     if not access:
         raise ValueError("an offer without any right is no offer")
+    if Access.WRITE in access and not region.writable:
+        raise ValueError("memory that is mapped read-only can be offered for reading only")
     if not to:
         raise PeerUnknown(to)
     return Offer(region=region, to=to, access=access, offset=offset, nbytes=size)

@@ -381,14 +381,9 @@ class Requests:
             return error
         handle = operation.handle
         return PeerLost(
-            error.peer,
-            error.evidence,
-            backend=handle.backend,
-            attempts=handle.attempts,
-            bytes_moved=handle.bytes_moved,
-            elapsed_s=handle.elapsed_s,
-            rail=handle.rail_name,
-        )
+            error.peer, error.evidence, backend=handle.backend, attempts=handle.attempts,
+            bytes_moved=handle.bytes_moved, elapsed_s=handle.elapsed_s, rail=handle.rail_name,
+        )  # fmt: skip
 
 
 def _refusal(peer: str, status: Status) -> AccessRefused:
@@ -396,4 +391,6 @@ def _refusal(peer: str, status: Status) -> AccessRefused:
         return RegionUnknown(peer, "the key was withdrawn, or never offered to us")
     if status is Status.NO_RIGHT:
         return AccessRefused(peer, "the key does not give this right")
+    if status is Status.GONE:
+        return AccessRefused(peer, "the memory is not there any more")
     return AccessRefused(peer, "a piece is outside of the offered window")

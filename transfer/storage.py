@@ -14,10 +14,11 @@ from typing import Final, NoReturn, Protocol, runtime_checkable
 
 import torch
 
+from transfer.address_space import is_writable
 from transfer.errors import TransferError, TransferTimeout
 from transfer.memory import Memory
 from transfer.pieces import Pieces
-from transfer.region import Bytes, Region
+from transfer.region import Bytes, ReadOnlyRegion, Region
 
 # Whoever waits for an operation gives its threads this long to notice the deadline themselves.
 GRACE_S: Final = 1.0
@@ -81,12 +82,17 @@ def make_region(memory: Memory | torch.Tensor | Storage) -> Region:
     """Make the region of whatever memory it is.
 
     Raises:
-        ValueError: a tensor that is not contiguous, or of a device that is not supported.
+        ValueError: a tensor that is not contiguous, of a device that is not supported, or whose
+            memory is not mapped.
         DeviceUnavailable: a tensor of a device that this process cannot use.
     """
     if not isinstance(memory, Memory | torch.Tensor) and isinstance(memory, Storage):
         return StorageRegion(memory)
-    return Region(memory)
+    region = Region(memory)
+    # What lies in a `Memory` is ours to write to.
+    if region.memory is None and region.nbytes and not is_writable(region.start, region.nbytes):
+        return ReadOnlyRegion(memory)
+    return region
 
 
 class Waiter:

@@ -49,6 +49,8 @@ class ControlKind(IntEnum):
     STORAGE_ASK = 7
     STORAGE_ANSWER = 8
     VERBS = 9
+    CONFIRMED = 10
+    RESUMED = 11
 
 
 class RequestKind(IntEnum):
@@ -66,6 +68,7 @@ class Status(IntEnum):
     UNKNOWN = 1
     NO_RIGHT = 2
     OUT_OF_BOUNDS = 3
+    GONE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

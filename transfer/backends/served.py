@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, Protocol
 
+from transfer.address_space import is_mapped
 from transfer.backends.incoming import IncomingWrites
 from transfer.backends.lane import memory_at
 from transfer.landing import IOVEC_MAX, Landing, gather, scatter, spread
@@ -222,7 +223,7 @@ def _judge(request: Request, offer: Offered | None, offsets: Ints, lengths: Ints
         return Status.NO_RIGHT
     if out_of_bounds(offsets, lengths, offer.nbytes) is not None:
         return Status.OUT_OF_BOUNDS
-    return Status.OK
+    return Status.OK if is_mapped(offer.address, offer.nbytes) else Status.GONE
 
 
 def _reply(request: Request, status: Status, nbytes: int) -> Reply:
