@@ -7,19 +7,22 @@ fixed: a lost member ends the process group, and with it this dispatcher.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from configs.schema import MissingExperts
+from dispatch.dispatcher import Dispatcher
 from dispatch.errors import MessageMismatch, PassFailed
 from dispatch.exchange import Exchange
 from dispatch.expert_map import ExpertMap
-from dispatch.handle import DispatchHandle, ExpertRows
+from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
 from dispatch.layout import Bytes, DispatchLayout, aligned
 from dispatch.message import Stamp
-from dispatch.passes import PassSequence
+from dispatch.passes import Call, PassSequence
 from dispatch.statistics import Counters, DispatchStatistics
 from dispatch.validation import check_layer
 from dispatch.weighted_sum import WeightedSum
@@ -27,8 +30,17 @@ from dispatch.weighted_sum import WeightedSum
 Write = Callable[[int, Bytes], int]  # position of a member, its part of the buffer -> bytes
 
 
-class CollectiveDispatcher:
-    """Implements `Dispatcher` on a process group with a CPU backend. Not thread-safe.
+class Moving(NamedTuple):
+    """Messages on their way; the tensors are the memory that the process group works on."""
+
+    work: dist.Work
+    parts: dict[int, Bytes]
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+class CollectiveDispatcher(Dispatcher):
+    """A `Dispatcher` on a process group with a CPU backend. Not thread-safe.
 
     Args:
         layout: Sizes.
@@ -67,7 +79,8 @@ class CollectiveDispatcher:
             weighted_sum=WeightedSum(layout),
         )
         self._others = [w for w in range(self._size) if w != self._exchange.me]
-        self._sequence = PassSequence()
+        self._moving: dict[int, Moving] = {}  # window -> what is due in it
+        self._sequence = PassSequence(layout.microbatches)
         self._sequence.become_prepared(0)
         self._sequence.become_idle()
 
@@ -75,12 +88,18 @@ class CollectiveDispatcher:
         """See `Dispatcher.begin_pass`."""
         self._sequence.begin()
 
-    def dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, layer: int
-    ) -> tuple[ExpertRows, DispatchHandle]:
-        """See `Dispatcher.dispatch`."""
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        layer: int,
+        microbatch: int = 0,
+    ) -> Outgoing:
+        """See `Dispatcher.dispatch_send`. Waits for the other ranks' sizes."""
         check_layer(self._layout, layer)
-        stamp = self._sequence.dispatching(layer)
+        stamp = self._sequence.dispatching(layer, microbatch)
         outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp)
         layout, bounds = self._layout, outgoing.routing.choice_bounds
         rows = np.diff(outgoing.routing.row_bounds).tolist()
@@ -93,20 +112,31 @@ class CollectiveDispatcher:
             for w in range(self._size)
         ]
         incoming = self._sizes(sizes, stamp)
-        buffers = self._move(
+        self._moving[stamp.window] = self._move(
             sizes, incoming, stamp, lambda w, part: self._exchange.write_dispatch(outgoing, w, part)
         )
+        self._sequence.expect(Call.DISPATCH_RECV, outgoing, stamp)
+        return outgoing
+
+    def dispatch_recv(
+        self, outgoing: Outgoing, *, timeout_s: float | None = None
+    ) -> tuple[ExpertRows, DispatchHandle]:
+        """See `Dispatcher.dispatch_recv`."""
+        stamp = outgoing.stamp
+        self._sequence.check(Call.DISPATCH_RECV, outgoing, stamp)
+        buffers = self._moved(stamp, timeout_s)
         try:
             arrived, handle = self._exchange.receive(outgoing, buffers)
         except MessageMismatch:
             self._sequence.become_failed()
             raise
-        self._sequence.dispatched(handle)
+        self._sequence.expect(Call.COMBINE_SEND, handle, stamp)
         return arrived, handle
 
-    def combine(self, expert_out: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """See `Dispatcher.combine`."""
-        stamp = self._sequence.combining(handle, handle.stamp)
+    def combine_send(self, expert_out: torch.Tensor, handle: DispatchHandle) -> Returning:
+        """See `Dispatcher.combine_send`."""
+        self._sequence.check(Call.COMBINE_SEND, handle, handle.stamp)
+        stamp = handle.stamp.answer()
         exchange, dtype = self._exchange, expert_out.dtype
         returning = exchange.returning(expert_out, handle, stamp)
 
@@ -118,18 +148,26 @@ class CollectiveDispatcher:
                 for w in range(self._size)
             ]
 
-        buffers = self._move(
+        self._moving[stamp.window] = self._move(
             sizes_of(handle.source_bounds),
             sizes_of(handle.outgoing.routing.choice_bounds),
             stamp,
             lambda w, part: exchange.write_combine(returning, w, part),
         )
+        self._sequence.expect(Call.COMBINE_RECV, returning, stamp)
+        return returning
+
+    def combine_recv(self, returning: Returning, *, timeout_s: float | None = None) -> torch.Tensor:
+        """See `Dispatcher.combine_recv`."""
+        stamp = returning.handle.stamp.answer()
+        self._sequence.check(Call.COMBINE_RECV, returning, stamp)
+        buffers = self._moved(stamp, timeout_s)
         try:
-            out = exchange.finish(returning, buffers)
+            out = self._exchange.finish(returning, buffers)
         except MessageMismatch:
             self._sequence.become_failed()
             raise
-        self._sequence.combined()
+        self._sequence.combined(stamp)
         return out
 
     def end_pass(self) -> None:
@@ -147,10 +185,8 @@ class CollectiveDispatcher:
         self._all_to_all(incoming, torch.tensor(sizes), None, None, stamp)
         return list(map(int, incoming.tolist()))
 
-    def _move(
-        self, sizes: list[int], incoming: list[int], stamp: Stamp, write: Write
-    ) -> dict[int, Bytes]:
-        """Write all messages side by side, exchange them, return those that came."""
+    def _move(self, sizes: list[int], incoming: list[int], stamp: Stamp, write: Write) -> Moving:
+        """Write all messages side by side and let them travel."""
         padded, arriving = [list(map(aligned, part)) for part in (sizes, incoming)]
         source = torch.empty(sum(padded), dtype=torch.uint8)
         target = torch.empty(sum(arriving), dtype=torch.uint8)
@@ -160,8 +196,21 @@ class CollectiveDispatcher:
             written = write(w, buffer[begins[w] : begins[w + 1]])
             assert written == sizes[w], "the size was told before the message was written"
             self._counters.sent_bytes += written
-        self._all_to_all(target, source, arriving, padded, stamp)
-        return {w: received[arrivals[w] : arrivals[w + 1]] for w in self._others}
+        work = self._all_to_all(target, source, arriving, padded, stamp, wait=False)
+        parts = {w: received[arrivals[w] : arrivals[w + 1]] for w in self._others}
+        return Moving(work, parts, source, target)
+
+    def _moved(self, stamp: Stamp, timeout_s: float | None) -> dict[int, Bytes]:
+        """Return the messages of a phase once they are here."""
+        moving = self._moving.pop(stamp.window)
+        try:
+            if timeout_s is None:
+                moving.work.wait()
+            else:
+                moving.work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise self._failed(stamp, error) from error
+        return moving.parts
 
     def _all_to_all(
         self,
@@ -170,16 +219,26 @@ class CollectiveDispatcher:
         target_sizes: list[int] | None,
         source_sizes: list[int] | None,
         stamp: Stamp,
-    ) -> None:
+        *,
+        wait: bool = True,
+    ) -> dist.Work:
         try:
-            dist.all_to_all_single(target, source, target_sizes, source_sizes, group=self._group)
+            work: dist.Work = dist.all_to_all_single(
+                target, source, target_sizes, source_sizes, group=self._group, async_op=True
+            )
+            if wait:
+                work.wait()
         except RuntimeError as error:
-            self._sequence.become_failed()
-            raise PassFailed(
-                epoch=stamp.epoch,
-                pass_id=stamp.pass_id,
-                layer=stamp.layer,
-                phase=stamp.phase.value,
-                suspects=(),  # the process group does not say who
-                evidence=str(error),
-            ) from error
+            raise self._failed(stamp, error) from error
+        return work
+
+    def _failed(self, stamp: Stamp, error: RuntimeError) -> PassFailed:
+        self._sequence.become_failed()
+        return PassFailed(
+            epoch=stamp.epoch,
+            pass_id=stamp.pass_id,
+            layer=stamp.layer,
+            phase=stamp.phase.value,
+            suspects=(),  # the process group does not say who
+            evidence=str(error),
+        )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transfer import Transfer, TransferEngine
 
 EPOCH_MASK = 0xFF_FFFF
+WINDOW_BITS = 3
 STALL_FACTOR = 1.5  # a wait that took this much longer than its deadline was not ours to judge
 
 # What one peer's state can do to a write. Anything else (the engine was closed) is not its doing.
@@ -42,9 +43,9 @@ PEER_ERRORS = (PeerLost, PeerUnknown, AccessRefused, TransferTimeout)
 Write = Callable[[int, Bytes], int]  # position of a member, buffer -> bytes written
 
 
-def immediate_of(epoch: int, parity: int) -> int:
-    """Return the immediate that announces a message: 24 bits of the epoch, one of the phase."""
-    return (epoch & EPOCH_MASK) << 1 | parity
+def immediate_of(epoch: int, window: int) -> int:
+    """Return the immediate that announces a message: 24 bits of the epoch, 3 of the window."""
+    return (epoch & EPOCH_MASK) << WINDOW_BITS | window
 
 
 class Delivery:
@@ -60,6 +61,7 @@ class Delivery:
         targets: Rank -> where messages to it go.
         staging: Where messages are assembled.
         counters: Where to count bytes and time.
+        num_windows: Windows of each peer: two per microbatch.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Delivery:
         targets: Mapping[int, SendWindow],
         staging: Staging,
         counters: Counters,
+        num_windows: int = 2,
     ) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
@@ -86,53 +89,64 @@ class Delivery:
         self._routes = [
             (position[rank], rank, peers[rank], targets[rank], i) for i, rank in enumerate(rotated)
         ]
-        self._immediates = (immediate_of(epoch, 0), immediate_of(epoch, 1))
-        self._due = tuple(
+        numbers = range(num_windows)
+        self._immediates = [immediate_of(epoch, window) for window in numbers]
+        self._due = [
             {(name, immediate): 1 for name in peers.values()} for immediate in self._immediates
-        )
-        self._buffers: tuple[dict[int, Bytes], ...] = tuple(
-            {position[rank]: window.parts[parity] for rank, window in windows.items()}
-            for parity in (0, 1)
-        )
-        self._transfers: tuple[list[tuple[int, Transfer]], ...] = ([], [])
+        ]
+        self._buffers: list[dict[int, Bytes]] = [
+            {position[rank]: mine.parts[window] for rank, mine in windows.items()}
+            for window in numbers
+        ]
+        self._transfers: list[list[tuple[int, Transfer]]] = [[] for _ in numbers]
 
     def first_messages(self) -> list[tuple[str, int]]:
-        """Return (peer, immediate) of the messages that begin a pass."""
-        return list(self._due[0])
+        """Return (peer, immediate) of the messages that may begin a pass."""
+        return [key for due in self._due[::2] for key in due]
 
-    def exchange(self, stamp: Stamp, write: Write) -> Mapping[int, Bytes]:
-        """Send to all, receive from all.
+    def send(self, stamp: Stamp, write: Write) -> None:
+        """Send one message to every peer.
 
         Args:
             stamp: Of the messages.
             write: Assembles the message for the member at a position.
 
+        Raises:
+            PassFailed.
+        """
+        self._settle(stamp)
+        for position, rank, name, target, i in self._routes:
+            nbytes = write(position, self._staging.parts[i][stamp.window])
+            self._send(stamp, rank, name, target, i, nbytes)
+
+    def receive(self, stamp: Stamp, timeout_s: float | None = None) -> Mapping[int, Bytes]:
+        """Wait for the message of every peer.
+
+        Args:
+            stamp: Of the messages.
+            timeout_s: Longest time to wait in all; default: as long as messages keep arriving.
+
         Returns:
-            Position of each other member -> its message; valid until the next call of this
-            parity.
+            Position of each other member -> its message; valid until the next phase of this
+            microbatch has been sent.
 
         Raises:
             PassFailed, transfer.Interrupted.
         """
         if not self._routes:
             return {}
-        parity = stamp.parity
-        self._settle(parity, stamp)
-        for position, rank, name, target, i in self._routes:
-            nbytes = write(position, self._staging.parts[i][parity])
-            self._send(stamp, rank, name, target, i, nbytes)
         start = time.monotonic()
-        self._receive(stamp)
+        self._receive(stamp, None if timeout_s is None else start + timeout_s)
         self._counters.waited_s += time.monotonic() - start
-        return self._buffers[parity]
+        return self._buffers[stamp.window]
 
-    def _settle(self, parity: int, stamp: Stamp) -> None:
+    def _settle(self, stamp: Stamp) -> None:
         """Finish the writes of two phases ago, whose staging is needed now.
 
         They have arrived, as the peers' later messages show; what is awaited here is only the
         engine's own account of it.
         """
-        transfers = self._transfers[parity]
+        transfers = self._transfers[stamp.window]
         for rank, transfer in transfers:
             try:
                 transfer.wait(self._timeout_s)
@@ -143,53 +157,60 @@ class Delivery:
     def _send(
         self, stamp: Stamp, rank: int, name: str, target: SendWindow, i: int, nbytes: int
     ) -> None:
-        parity = stamp.parity
+        window = stamp.window
         assert self._staging.region is not None
         try:
             transfer = self._engine.write(
                 name,
                 self._staging.region,
                 target.key,
-                self._staging.offsets[i][parity],
-                target.offsets[parity],
+                self._staging.offsets[i][window],
+                target.offsets[window],
                 nbytes,
-                immediate=self._immediates[parity],
+                immediate=self._immediates[window],
                 timeout_s=self._timeout_s,
             )
         except PEER_ERRORS as error:
             raise self._failed(stamp, error, rank) from error
-        self._transfers[parity].append((rank, transfer))
+        self._transfers[window].append((rank, transfer))
         self._counters.sent_bytes += nbytes
 
-    def _receive(self, stamp: Stamp) -> None:
-        due = self._due[stamp.parity]
+    def _receive(self, stamp: Stamp, deadline: float | None) -> None:
+        due = self._due[stamp.window]
         missing: frozenset[tuple[str, int]] = frozenset(due)
         stalled = False
         while True:
             start = time.monotonic()
+            timeout_s = self._timeout_s
+            if deadline is not None:
+                timeout_s = min(timeout_s, max(deadline - start, 0.0))
             try:
-                self._engine.expect(due, timeout_s=self._timeout_s)
+                self._engine.expect(due, timeout_s=timeout_s)
             except ImmediateTimeout as error:
                 still_missing = frozenset(error.missing)
-                stalled_now = time.monotonic() - start > self._timeout_s * STALL_FACTOR
-                if still_missing < missing or (stalled_now and not stalled):
+                now = time.monotonic()
+                stalled_now = now - start > timeout_s * STALL_FACTOR
+                in_time = deadline is None or now < deadline
+                if (in_time and still_missing < missing) or (stalled_now and not stalled):
                     missing, stalled = still_missing, stalled or stalled_now
                     continue
-                raise self._silent(stamp, still_missing) from error
+                raise self._silent(stamp, still_missing, timeout_s) from error
             except PeerLost as error:
                 raise self._failed(stamp, error, self._rank_of.get(error.peer)) from error
             return
 
-    def _silent(self, stamp: Stamp, missing: frozenset[tuple[str, int]]) -> DispatchError:
+    def _silent(
+        self, stamp: Stamp, missing: frozenset[tuple[str, int]], timeout_s: float
+    ) -> DispatchError:
         """Name the reason for silence: a write that failed, or ranks that sent nothing."""
-        for rank, transfer in self._transfers[stamp.parity]:
+        for rank, transfer in self._transfers[stamp.window]:
             if transfer.done():
                 try:
                     transfer.wait(0)
                 except PEER_ERRORS as error:
                     return self._failed(stamp, error, rank)
         ranks = tuple(sorted(self._rank_of[name] for name, _ in missing))
-        evidence = f"no {stamp.phase} message for {self._timeout_s:.3g} s"
+        evidence = f"no {stamp.phase} message for {timeout_s:.3g} s"
         return self._pass_failed(stamp, ranks, evidence)
 
     def _failed(self, stamp: Stamp, error: TransferError, rank: int | None) -> PassFailed:

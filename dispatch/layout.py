@@ -23,6 +23,7 @@ from dispatch.errors import InputInvalid
 ALIGN_BYTES = 64
 HEADER_BYTES = 64
 INDEX_BYTES = 4  # counts and choices are int32
+MICROBATCHES_MAX = 4  # an immediate has three bits for the window
 
 DTYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # codes on the wire
 
@@ -49,6 +50,7 @@ class DispatchLayout:
         dtype: Type of the rows on their way to the experts, and of the result.
         max_tokens: Most tokens of one rank in one pass; sizes the windows.
         combine_dtype: Widest type that experts may return; sizes the windows of the way back.
+        microbatches: Exchanges that may be in flight at once; each has windows of its own.
 
     Raises:
         InputInvalid: From the constructor.
@@ -61,12 +63,19 @@ class DispatchLayout:
     dtype: torch.dtype
     max_tokens: int
     combine_dtype: torch.dtype = torch.float32
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "topk", "num_logical", "num_layers", "max_tokens"):
+        for name in ("hidden", "topk", "num_logical", "num_layers", "max_tokens", "microbatches"):
             value = getattr(self, name)
             if value < 1:
                 raise InputInvalid(name=name, observed=str(value), expected=">= 1")
+        if self.microbatches > MICROBATCHES_MAX:
+            raise InputInvalid(
+                name="microbatches",
+                observed=str(self.microbatches),
+                expected=f"<= {MICROBATCHES_MAX}",
+            )
         for name in ("dtype", "combine_dtype"):
             value = getattr(self, name)
             if value not in DTYPES:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 
 from configs.schema import MissingExperts
+from dispatch.dispatcher import Dispatcher
 from dispatch.exchange import Exchange
 from dispatch.expert_map import ExpertMap
-from dispatch.handle import DispatchHandle, ExpertRows
+from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
 from dispatch.layout import DispatchLayout
-from dispatch.passes import PassSequence
+from dispatch.passes import Call, PassSequence
 from dispatch.statistics import Counters, DispatchStatistics
 from dispatch.validation import check_layer
 from dispatch.weighted_sum import WeightedSum
 
 
-class LocalDispatcher:
-    """Implements `Dispatcher` for a rank that is alone. Not thread-safe.
+class LocalDispatcher(Dispatcher):
+    """A `Dispatcher` for a rank that is alone. Not thread-safe.
 
     Args:
         layout: Sizes.
@@ -50,7 +51,7 @@ class LocalDispatcher:
             counters=self._counters,
             weighted_sum=WeightedSum(layout),
         )
-        self._sequence = PassSequence()
+        self._sequence = PassSequence(layout.microbatches)
         self._sequence.become_prepared(0)
         self._sequence.become_idle()
 
@@ -58,22 +59,46 @@ class LocalDispatcher:
         """See `Dispatcher.begin_pass`."""
         self._sequence.begin()
 
-    def dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, layer: int
-    ) -> tuple[ExpertRows, DispatchHandle]:
-        """See `Dispatcher.dispatch`; never raises PassFailed."""
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        layer: int,
+        microbatch: int = 0,
+    ) -> Outgoing:
+        """See `Dispatcher.dispatch_send`; never raises PassFailed."""
         check_layer(self._layout, layer)
-        stamp = self._sequence.dispatching(layer)
+        stamp = self._sequence.dispatching(layer, microbatch)
         outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp)
+        self._sequence.expect(Call.DISPATCH_RECV, outgoing, stamp)
+        return outgoing
+
+    def dispatch_recv(
+        self, outgoing: Outgoing, *, timeout_s: float | None = None
+    ) -> tuple[ExpertRows, DispatchHandle]:
+        """See `Dispatcher.dispatch_recv`; never raises PassFailed."""
+        del timeout_s  # nobody to wait for
+        self._sequence.check(Call.DISPATCH_RECV, outgoing, outgoing.stamp)
         rows, handle = self._exchange.receive(outgoing, {})
-        self._sequence.dispatched(handle)
+        self._sequence.expect(Call.COMBINE_SEND, handle, handle.stamp)
         return rows, handle
 
-    def combine(self, expert_out: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """See `Dispatcher.combine`; never raises PassFailed."""
-        stamp = self._sequence.combining(handle, handle.stamp)
-        out = self._exchange.finish(self._exchange.returning(expert_out, handle, stamp), {})
-        self._sequence.combined()
+    def combine_send(self, expert_out: torch.Tensor, handle: DispatchHandle) -> Returning:
+        """See `Dispatcher.combine_send`; never raises PassFailed."""
+        self._sequence.check(Call.COMBINE_SEND, handle, handle.stamp)
+        returning = self._exchange.returning(expert_out, handle, handle.stamp.answer())
+        self._sequence.expect(Call.COMBINE_RECV, returning, handle.stamp)
+        return returning
+
+    def combine_recv(self, returning: Returning, *, timeout_s: float | None = None) -> torch.Tensor:
+        """See `Dispatcher.combine_recv`; never raises PassFailed."""
+        del timeout_s
+        stamp = returning.handle.stamp
+        self._sequence.check(Call.COMBINE_RECV, returning, stamp)
+        out = self._exchange.finish(returning, {})
+        self._sequence.combined(stamp)
         return out
 
     def end_pass(self) -> None:

@@ -5,7 +5,8 @@ Layout, little endian, in the first 64 bytes (the rest of a message is drawn in 
     magic u32 | phase u16 | dtype u16 | epoch u64 | pass u64 | layer u32 | hidden u32 |
     source i32 | receiver experts u32 | choices u32 | rows u32
 
-The first line is the same in all messages of a phase: it is packed once and compared as bytes.
+`phase` is the number of the window: microbatch << 1 | parity. The first line is the same in all
+messages of a phase: it is packed once and compared as bytes.
 """
 
 from __future__ import annotations
@@ -40,23 +41,34 @@ class Stamp(NamedTuple):
         epoch: Of the view.
         pass_id: Of the pass, counted from 0 in each epoch.
         layer: Of the exchange.
-        parity: 0 for dispatch, 1 for combine. Phases alternate, so it picks the window.
+        parity: 0 for dispatch, 1 for combine.
+        microbatch: Which of the exchanges that may be in flight at once.
     """
 
     epoch: int
     pass_id: int
     layer: int
     parity: int
+    microbatch: int = 0
+
+    @property
+    def window(self) -> int:
+        """Number of the window that the message lands in: phases of a microbatch alternate."""
+        return self.microbatch << 1 | self.parity
 
     @property
     def phase(self) -> Phase:
         """The parity by name."""
         return Phase.COMBINE if self.parity else Phase.DISPATCH
 
+    def answer(self) -> Stamp:
+        """Return the stamp of the combine that belongs to this dispatch."""
+        return self._replace(parity=1)
+
     def header(self, dtype: torch.dtype, hidden: int) -> bytes:
         """Return the part of the header that all messages of the phase share."""
-        epoch, pass_id, layer, parity = self
-        return _SHARED.pack(MAGIC, parity, DTYPES[dtype], epoch, pass_id, layer, hidden)
+        epoch, pass_id, layer = self[:3]
+        return _SHARED.pack(MAGIC, self.window, DTYPES[dtype], epoch, pass_id, layer, hidden)
 
 
 def write_header(

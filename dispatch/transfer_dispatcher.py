@@ -5,27 +5,30 @@
     dispatch  assemble | write to each peer | wait for each peer's message | sort by expert
     combine   assemble | write to each peer | wait for each peer's message | weighted sums
 
-Two windows per peer are enough. A rank sends phase n + 1 only after it has read everybody's
-phase n, so a peer that holds all messages of phase n + 1 may overwrite the window of phase n:
-that is where its message of phase n + 2 goes. No barrier is needed.
+Two windows per peer and microbatch are enough. A rank sends phase n + 1 only after it has read
+everybody's phase n, so a peer that holds all messages of phase n + 1 may overwrite the window of
+phase n: that is where its message of phase n + 2 goes. No barrier is needed. Each microbatch has
+windows, immediates and an order of its own, so one may be in flight while another goes on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from configs.schema import DispatchConfig, MissingExperts
 from dispatch.delivery import Delivery
+from dispatch.dispatcher import Dispatcher
 from dispatch.errors import CallOrder, InputInvalid, LayoutMismatch
 from dispatch.exchange import Exchange
 from dispatch.expert_map import ExpertMap
-from dispatch.handle import DispatchHandle, ExpertRows
+from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
 from dispatch.layout import DispatchLayout
-from dispatch.passes import PassSequence, State
+from dispatch.passes import Call, PassSequence, State
 from dispatch.statistics import Counters, DispatchStatistics
 from dispatch.validation import check_layer
 from dispatch.weighted_sum import WeightedSum
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TransferDispatcher:
-    """Implements `Dispatcher` for a group whose membership changes.
+class TransferDispatcher(Dispatcher):
+    """A `Dispatcher` for a group whose membership changes.
 
     Made once per process; `prepare` and `install` lead from epoch to epoch, in any state. After
     an error in a pass every call but these two is refused. Not thread-safe.
@@ -57,7 +60,7 @@ class TransferDispatcher:
         self._layout = layout
         self._counters = Counters(layout)
         self._weighted_sum = WeightedSum(layout)
-        self._sequence = PassSequence()
+        self._sequence = PassSequence(layout.microbatches)
         self._staging = Staging(engine, layout)
         self._exchange: Exchange | None = None
         self._delivery: Delivery | None = None
@@ -149,6 +152,7 @@ class TransferDispatcher:
             targets=targets,
             staging=self._staging,
             counters=self._counters,
+            num_windows=2 * self._layout.microbatches,
         )
         self._sequence.become_idle()
         logger.debug("epoch %d installed on rank %d", epoch, self._exchange.rank)
@@ -166,52 +170,76 @@ class TransferDispatcher:
         """See `Dispatcher.begin_pass`."""
         self._sequence.begin()
 
-    def dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, layer: int
-    ) -> tuple[ExpertRows, DispatchHandle]:
-        """See `Dispatcher.dispatch`.
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        layer: int,
+        microbatch: int = 0,
+    ) -> Outgoing:
+        """See `Dispatcher.dispatch_send`.
 
         Raises:
             transfer.Interrupted: The engine was interrupted; this pass is lost.
         """
         check_layer(self._layout, layer)
-        stamp = self._sequence.dispatching(layer)
-        exchange, delivery = self._exchange, self._delivery
-        assert exchange is not None
-        assert delivery is not None
+        stamp = self._sequence.dispatching(layer, microbatch)
+        exchange, delivery = self._installed()
         outgoing = exchange.send(x, topk_ids, topk_weights, stamp)
-        try:
-            buffers = delivery.exchange(
+        with self._losing_the_pass():
+            delivery.send(
                 stamp, lambda member, part: exchange.write_dispatch(outgoing, member, part)
             )
-            rows, handle = exchange.receive(outgoing, buffers)
-        except BaseException:
-            self._sequence.become_failed()
-            raise
-        self._sequence.dispatched(handle)
-        return rows, handle
+        self._sequence.expect(Call.DISPATCH_RECV, outgoing, stamp)
+        return outgoing
 
-    def combine(self, expert_out: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """See `Dispatcher.combine`.
+    def dispatch_recv(
+        self, outgoing: Outgoing, *, timeout_s: float | None = None
+    ) -> tuple[ExpertRows, DispatchHandle]:
+        """See `Dispatcher.dispatch_recv`.
 
         Raises:
             transfer.Interrupted: The engine was interrupted; this pass is lost.
         """
-        stamp = self._sequence.combining(handle, handle.stamp)
-        exchange, delivery = self._exchange, self._delivery
-        assert exchange is not None
-        assert delivery is not None
+        stamp = outgoing.stamp
+        self._sequence.check(Call.DISPATCH_RECV, outgoing, stamp)
+        exchange, delivery = self._installed()
+        with self._losing_the_pass():
+            rows, handle = exchange.receive(outgoing, delivery.receive(stamp, timeout_s))
+        self._sequence.expect(Call.COMBINE_SEND, handle, stamp)
+        return rows, handle
+
+    def combine_send(self, expert_out: torch.Tensor, handle: DispatchHandle) -> Returning:
+        """See `Dispatcher.combine_send`.
+
+        Raises:
+            transfer.Interrupted: The engine was interrupted; this pass is lost.
+        """
+        self._sequence.check(Call.COMBINE_SEND, handle, handle.stamp)
+        stamp = handle.stamp.answer()
+        exchange, delivery = self._installed()
         returning = exchange.returning(expert_out, handle, stamp)
-        try:
-            buffers = delivery.exchange(
-                stamp,
-                lambda member, part: exchange.write_combine(returning, member, part),
+        with self._losing_the_pass():
+            delivery.send(
+                stamp, lambda member, part: exchange.write_combine(returning, member, part)
             )
-            out = exchange.finish(returning, buffers)
-        except BaseException:
-            self._sequence.become_failed()
-            raise
-        self._sequence.combined()
+        self._sequence.expect(Call.COMBINE_RECV, returning, stamp)
+        return returning
+
+    def combine_recv(self, returning: Returning, *, timeout_s: float | None = None) -> torch.Tensor:
+        """See `Dispatcher.combine_recv`.
+
+        Raises:
+            transfer.Interrupted: The engine was interrupted; this pass is lost.
+        """
+        stamp = returning.handle.stamp.answer()
+        self._sequence.check(Call.COMBINE_RECV, returning, stamp)
+        exchange, delivery = self._installed()
+        with self._losing_the_pass():
+            out = exchange.finish(returning, delivery.receive(stamp, timeout_s))
+        self._sequence.combined(stamp)
         return out
 
     def end_pass(self) -> None:
@@ -228,6 +256,21 @@ class TransferDispatcher:
         self._sequence.become_failed()
         self._drop_windows()
         self._staging.close()
+
+    def _installed(self) -> tuple[Exchange, Delivery]:
+        exchange, delivery = self._exchange, self._delivery
+        assert exchange is not None
+        assert delivery is not None
+        return exchange, delivery
+
+    @contextmanager
+    def _losing_the_pass(self) -> Iterator[None]:
+        """Whatever goes wrong once messages are under way, this pass cannot be finished."""
+        try:
+            yield
+        except BaseException:
+            self._sequence.become_failed()
+            raise
 
     def _drop_windows(self) -> None:
         self._delivery = None

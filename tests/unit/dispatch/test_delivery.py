@@ -67,7 +67,7 @@ def delivery_on(engine: ScriptedEngine) -> Delivery:
         timeout_s=TIMEOUT_S,
         peers=PEERS,
         windows={rank: SimpleNamespace(parts=(part, part)) for rank in PEERS},
-        targets={rank: SendWindow(f"key-{rank}", 640) for rank in PEERS},
+        targets={rank: SendWindow(f"key-{rank}", [640, 64]) for rank in PEERS},
         staging=SimpleNamespace(
             region="staging", parts=[(part, part)] * 3, offsets=[(0, 64), (128, 192), (256, 320)]
         ),
@@ -76,7 +76,12 @@ def delivery_on(engine: ScriptedEngine) -> Delivery:
 
 
 def exchange(engine: ScriptedEngine, stamp: Stamp = STAMP):
-    return delivery_on(engine).exchange(stamp, lambda member, part: 64)
+    return exchange_on(delivery_on(engine), stamp)
+
+
+def exchange_on(delivery: Delivery, stamp: Stamp, **options):
+    delivery.send(stamp, lambda member, part: 64)
+    return delivery.receive(stamp, **options)
 
 
 def silent(*ranks: int) -> ImmediateTimeout:
@@ -86,17 +91,17 @@ def silent(*ranks: int) -> ImmediateTimeout:
 def test_one_write_per_peer_starting_with_the_next_rank():
     engine = ScriptedEngine()
     assert set(exchange(engine)) == {0, 2, 3}, "positions of the other members"
-    assert engine.written == [("five", 0, 0, 6), ("nine", 128, 0, 6), ("two", 256, 0, 6)]
+    assert engine.written == [("five", 0, 0, 24), ("nine", 128, 0, 24), ("two", 256, 0, 24)]
     engine = ScriptedEngine()
     exchange(engine, STAMP._replace(parity=1))
-    assert engine.written == [("five", 64, 640, 7), ("nine", 192, 640, 7), ("two", 320, 640, 7)]
-    assert engine.due == {(name, 7): 1 for name in PEERS.values()}
+    assert engine.written == [("five", 64, 640, 25), ("nine", 192, 640, 25), ("two", 320, 640, 25)]
+    assert engine.due == {(name, 25): 1 for name in PEERS.values()}
 
 
 def test_immediates_wrap_with_the_epoch():
-    assert immediate_of(5, 1) == 11
-    assert immediate_of((1 << 24) + 5, 0) == 10
-    assert immediate_of((1 << 24) - 1, 1) == (1 << 25) - 1
+    assert immediate_of(5, 1) == 41
+    assert immediate_of((1 << 24) + 5, 0) == 40
+    assert immediate_of((1 << 24) - 1, 7) == (1 << 27) - 1
 
 
 def test_silence_names_all_whose_message_is_missing():
@@ -119,6 +124,17 @@ def test_the_deadline_is_renewed_as_long_as_messages_arrive():
     with pytest.raises(PassFailed) as caught:
         exchange(engine)
     assert caught.value.suspects == (9,)
+
+
+def test_the_deadline_of_a_call_is_not_renewed():
+    engine = ScriptedEngine((TIMEOUT_S, silent(9, 2)), silent(9))
+    with pytest.raises(PassFailed) as caught:
+        exchange_on(delivery_on(engine), STAMP, timeout_s=TIMEOUT_S * 0.9)
+    assert caught.value.suspects in ((2, 9), (9,))
+    assert engine.waits <= 2
+    engine = ScriptedEngine(None)
+    exchange_on(delivery_on(engine), STAMP, timeout_s=0.0)
+    assert engine.waits == 1, "what is here already is taken"
 
 
 def test_a_process_that_stood_still_looks_once_more_before_it_accuses():
@@ -166,8 +182,8 @@ def test_what_no_peer_did_passes_through():
 def test_an_earlier_write_that_failed_shows_before_its_staging_is_reused():
     engine = ScriptedEngine(late={"two": PeerLost("two", "reset")})
     delivery = delivery_on(engine)
-    delivery.exchange(STAMP, lambda member, part: 64)
-    delivery.exchange(STAMP._replace(parity=1), lambda member, part: 64)
+    exchange_on(delivery, STAMP)
+    exchange_on(delivery, STAMP._replace(parity=1))
     with pytest.raises(PassFailed) as caught:
-        delivery.exchange(STAMP._replace(layer=2), lambda member, part: 64)
+        exchange_on(delivery, STAMP._replace(layer=2))
     assert caught.value.suspects == (2,)
