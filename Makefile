@@ -2,12 +2,15 @@
 #
 #   TORCH   what to hand to pip for PyTorch; on a GPU machine give a CUDA build, for example
 #           make serve TORCH="torch==2.13.0 --index-url <your CUDA wheel index>"
+#   TRITON  what to hand to pip for Triton, which compiles and interprets kernels without a GPU too;
+#           3.7.1 is the pair of PyTorch 2.13
 #   PYTHON  interpreter for the virtual environment, 3.11 to 3.13
 #   PRESET  preset or YAML file that `make serve` starts
 #   ARGS    further arguments of serve, demo and bench
 
 SHELL := /bin/bash
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.7.1
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null \
 	&& echo $$p && break; done)
@@ -38,6 +41,7 @@ $(READY): pyproject.toml setup.py transfer/native.c
 	@if $(BIN)/python tools/installed.py 2>/dev/null; then :; else \
 		set -e; echo "installing into $(VENV), a minute or two ..."; \
 		$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet $(TORCH); \
+		$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet $(TRITON); \
 		$(BIN)/pip install --quiet --editable '.[dev]'; fi
 # In place, as an editable install has it. Without a compiler this only warns.
 	@$(BIN)/python setup.py --quiet build_ext --inplace

@@ -5,6 +5,7 @@
     ├── InputInvalid      (ValueError)   a tensor of the wrong shape, type, place or content
     ├── CapacityExceeded  (ValueError)   more tokens than the windows were sized for
     ├── ExpertUnowned     (retryable)    a chosen expert lives nowhere, and the policy is to wait
+    ├── KernelsUnavailable               no kernels for the device of these tensors
     ├── LayoutMismatch                   a member was configured with other sizes than this one
     ├── MessageMismatch                  a message is not the one that was due
     ├── CallOrder                        a call that this state does not allow
@@ -79,6 +80,15 @@ class ExpertUnowned(DispatchError):
         self.epoch = epoch
         self.layer = layer
         self.experts = experts
+
+
+class KernelsUnavailable(DispatchError):
+    """An operation was asked for on a device that this installation has no kernels for."""
+
+    def __init__(self, *, operation: str, reason: str) -> None:
+        super().__init__(f"{operation} cannot run: {reason}", operation=operation, reason=reason)
+        self.operation = operation
+        self.reason = reason
 
 
 class LayoutMismatch(DispatchError):

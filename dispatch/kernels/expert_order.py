@@ -1,0 +1,36 @@
+"""The order in which a token prefers experts: higher score first, among equals the lower id.
+
+    score    3.0   NaN   -0.0   3.0   0.0   -inf
+    rank     0     5      2     1     3      4         NaN comes last, -0 equals 0
+
+The order is one of bits, so the same experts are chosen on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dispatch.kernels.language import jit, tl
+
+LOWEST = -(2**31)  # below the key of every score
+
+
+@jit
+def order_key(score: tl.tensor) -> tl.tensor:
+    """Return int32 keys that compare as the fp32 scores do, NaN as LOWEST + 1."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    # Negative numbers grow downwards: with the other bits turned over they compare as integers.
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(score != score, -2147483647, key)
+
+
+def best_first_torch(scores: torch.Tensor) -> torch.Tensor:
+    """Return the positions of each row's scores, [T, E] int64, best first.
+
+    Args:
+        scores: [T, E] fp32.
+    """
+    absent = scores.isnan()
+    by_score = torch.where(absent, -torch.inf, scores).sort(dim=1, descending=True, stable=True)
+    last = absent.gather(1, by_score.indices).to(torch.int8).sort(dim=1, stable=True)
+    return by_score.indices.gather(1, last.indices)

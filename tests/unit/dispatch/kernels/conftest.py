@@ -1,0 +1,39 @@
+"""Kernels on the CPU, and a cache for the compiler that belongs to the test run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """Run the bodies of the kernels, interpreted, for CPU tensors."""
+    from tests.support import triton_interpreter
+
+    with triton_interpreter.interpreted():
+        yield
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh seed for torch; printed, so that a failing test shows it."""
+    value = random.SystemRandom().randrange(2**31)
+    print(f"seed {value}")
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture
+def compiler_cache(
+    pytestconfig: pytest.Config,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keep what Triton compiles with the other caches of the test run."""
+    cache = getattr(pytestconfig, "cache", None)
+    folder = cache.mkdir("triton") if cache else tmp_path_factory.getbasetemp() / "triton"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))

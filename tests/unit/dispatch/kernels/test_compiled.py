@@ -1,0 +1,41 @@
+"""Every kernel as machine code for four GPUs, within its budget and without a spill.
+
+The launches are those of real sizes: hidden 7168, 256 experts, top-8, bf16.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dispatch.kernels import softmax_topk
+from tests.support.compiled_kernels import TARGETS, Launch, compiled, recorded
+
+T, E, K, H = 128, 256, 8, 7168
+
+# Kernel: registers of a thread, bytes of shared memory of a program; the most of all targets.
+BUDGETS = {
+    "_softmax_topk_kernel": (96, 4096),
+}
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    logits = torch.zeros(T, E)
+    return [
+        *recorded(monkeypatch, lambda: softmax_topk.softmax_topk(logits, K), softmax_topk),
+    ]
+
+
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_within_their_budgets(target, monkeypatch, tmp_path) -> None:
+    found = launches(monkeypatch)
+    assert {launch.name for launch in found} == set(BUDGETS)
+    over = []
+    for launch in found:
+        cost = compiled(launch, target, tmp_path)
+        registers, shared_bytes = BUDGETS[launch.name]
+        print(launch.name, target, cost)
+        if cost.registers > registers or cost.shared_bytes > shared_bytes or cost.spilled_bytes:
+            over.append((launch.name, cost))
+    assert over == []
