@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from transfer.errors import HandshakeRefused, ProtocolViolation
 from transfer.handshake import (
@@ -18,9 +19,12 @@ _FACTS = Facts(address="127.0.0.1:1", host="h", local_socket="s", shared_memory=
 
 
 def _machines() -> tuple[DialerHandshake, AcceptorHandshake]:
+    common: dict[str, Any] = {
+        "secret": b"s", "facts": _FACTS, "admit": lambda *_: None, "sessions": lambda _: b"k" * 32,
+    }  # fmt: skip
     return (
-        DialerHandshake(secret=b"s", name="dialer", facts=_FACTS, admit=lambda *_: None),
-        AcceptorHandshake(secret=b"s", name="acceptor", facts=_FACTS, admit=lambda *_: None),
+        DialerHandshake(name="dialer", **common),
+        AcceptorHandshake(name="acceptor", **common),
     )
 
 

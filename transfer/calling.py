@@ -10,8 +10,9 @@ from transfer.errors import HandshakeRefused, PeerUnreachable
 from transfer.event_loop import EventLoop
 from transfer.host import resolve
 from transfer.links import Links
+from transfer.negotiation import Outcome
 from transfer.peer import PeerLink, PeerTable
-from transfer.rendezvous import DUPLICATE, Outcome
+from transfer.rendezvous import DUPLICATE
 
 # How long the connection of a simultaneous call may take before we call again.
 OTHER_CALL_S: Final = 0.2

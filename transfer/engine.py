@@ -71,6 +71,7 @@ class TransferEngine(Movement, Arrivals):
             standing=self._links.standing,
             admit=self._links.admit,
             install=self._links.install,
+            sessions=self._table.session,
         )
         self._links.bind(self._rendezvous)
         self._mover = Mover(

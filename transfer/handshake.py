@@ -13,9 +13,9 @@ Each mac is HMAC-SHA256 under a key derived from the secret, over a label and th
 step, so no mac can be sent back to its author (reflection) or used again in another place or
 conversation. Before the other side's proof only random names and nonces are told.
 
-A control connection's *bond* is made of the halves that its two ends draw at random. Data and
-signal connections are proved with a key derived from it: who knows the secret, but was not told
-the bond, can open none under somebody else's name.
+A control connection's *session key* is made of halves that its two ends draw at random. Further
+connections of the pair are proved with a key derived from it: who knows the secret, but was not
+told the session key, can open none under somebody else's name.
 
 The handshake encrypts nothing: it keeps strangers out. `transfer.tls` hides traffic from the
 network; then the channel is in the transcript, so that nobody can sit in the middle of it.
@@ -130,7 +130,7 @@ class Ready(_Message, frozen=True, tag=True):
 
 Message = Hello | Challenge | Proof | Accept | Refuse | Confirm | Ready
 Admission = Callable[[Purpose, str], str | None]
-Bonds = Callable[[str], bytes | None]
+Sessions = Callable[[str], bytes | None]
 
 _decoder: Final = msgspec.msgpack.Decoder(Message)
 _facts_decoder: Final = msgspec.msgpack.Decoder(Facts)
@@ -171,24 +171,25 @@ class Handshake:
         peer_name: its name ("" until told).
         peer_facts: its facts, once `done`.
         purpose: what the connection is for.
-        bond: what this control connection's two ends share, once `done`.
+        session: [32] bytes that the two ends of this connection share, once `done`.
 
     Args:
         secret: the cluster secret.
         name: our own.
         facts: told once the other side has proved itself.
         admit: why a connection is not wanted, None if it is.
-        bonds: the bond of the control connection that stands with a name, None if none does.
+        sessions: the session key of the control connection that stands with a name, None if
+            none does.
     """
 
     def __init__(
-        self, *, secret: bytes, name: str, facts: Facts, admit: Admission, bonds: Bonds
+        self, *, secret: bytes, name: str, facts: Facts, admit: Admission, sessions: Sessions
     ) -> None:
         self._key = hmac.digest(secret, b"moe-runtime transfer handshake", hashlib.sha256)
         self._name = name
         self._facts = msgspec.msgpack.encode(facts)
         self._admit = admit
-        self._bonds = bonds
+        self._sessions = sessions
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._half = secrets.token_bytes(HALF_BYTES)
         self._channel = b""
@@ -198,7 +199,7 @@ class Handshake:
         self.peer_name = ""
         self.peer_facts: Facts | None = None
         self.purpose: Purpose = Purpose.CONTROL
-        self.bond = b""
+        self.session = b""
 
     def bind(self, channel: bytes) -> None:
         """Tie the conversation to the encrypted channel that carries it. Before the first feed.
@@ -208,11 +209,6 @@ class Handshake:
         """
         assert not self._transcript
         self._channel = channel
-
-    @property
-    def session(self) -> bytes:
-        """A key that only the two sides of this very conversation come to; [32] bytes."""
-        return self._mac("session")
 
     @property
     def needed(self) -> int:
@@ -263,12 +259,12 @@ class Handshake:
     def _lean_on_control(self) -> None:
         """From here on macs are those of who shares a control connection, not the secret alone."""
         if self.purpose is not Purpose.CONTROL:
-            # Nobody's bond: then the other side's proof is as wrong as a stranger's.
-            bond = self._bonds(self.peer_name) or secrets.token_bytes(HALF_BYTES)
-            self._key = hmac.digest(self._key, b"bond\0" + bond, hashlib.sha256)
+            # Nobody's: then the other side's proof is as wrong as a stranger's.
+            session = self._sessions(self.peer_name) or secrets.token_bytes(HALF_BYTES)
+            self._key = hmac.digest(self._key, b"session\0" + session, hashlib.sha256)
 
-    def _make_bond(self, acceptor_half: bytes, dialer_half: bytes) -> None:
-        self.bond = self._mac("bond", acceptor_half + dialer_half)
+    def _make_session(self, acceptor_half: bytes, dialer_half: bytes) -> None:
+        self.session = self._mac("session", acceptor_half + dialer_half)
 
     @property
     def _suspicion(self) -> str:
@@ -285,7 +281,7 @@ class Handshake:
 
     def _take_facts(self, facts: bytes, half: bytes) -> None:
         if len(half) != HALF_BYTES:
-            raise ProtocolViolation(f"handshake: half a bond of {len(half)} bytes")
+            raise ProtocolViolation(f"handshake: half a session key of {len(half)} bytes")
         try:
             self.peer_facts = _facts_decoder.decode(facts)
         except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
@@ -310,7 +306,7 @@ class DialerHandshake(Handshake):
             case Accept() if self._transcript and self.peer_facts is None:
                 self._check(message.mac, "acceptor proof", message.facts + message.half)
                 self._take_facts(message.facts, message.half)
-                self._make_bond(message.half, self._half)
+                self._make_session(message.half, self._half)
                 mac = self._mac("dialer facts", self._facts + self._half)
                 return _frame(Confirm(mac, self._facts, self._half))
             case Ready() if self.peer_facts is not None and not self.done:
@@ -369,7 +365,7 @@ class AcceptorHandshake(Handshake):
             case Confirm() if self._proved and self.refused is None and not self.done:
                 self._check(message.mac, "dialer facts", message.facts + message.half)
                 self._take_facts(message.facts, message.half)
-                self._make_bond(self._half, message.half)
+                self._make_session(self._half, message.half)
                 self.done = True
                 return b""
             case _:

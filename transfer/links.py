@@ -26,11 +26,12 @@ from transfer.handlers import Handlers
 from transfer.handshake import Facts, Purpose, shown
 from transfer.immediates import ImmediateBoard
 from transfer.keepalive import keep_alive
+from transfer.negotiation import Greeted, Outcome
 from transfer.peer import LinkState, PeerLink, PeerTable
 from transfer.rail_opener import RailOpener
 from transfer.rdma import Rdma
 from transfer.region import TOKEN_BYTES, OfferTable
-from transfer.rendezvous import Greeted, Outcome, Rendezvous
+from transfer.rendezvous import Rendezvous
 from transfer.signals import SignalChannel
 from transfer.statistics import RailStatistics, Tally
 from transfer.stream import Stream
@@ -222,6 +223,7 @@ class Links:
             control=control,
             served_id=self.service.open_peer(name, local=backend == "shared_memory"),
             dialed=dialed,
+            session=greeted.session,
             requests=requests,
             windows=Windows(name, fetch=requests.fetch_place),
             locations=Locations(

@@ -39,6 +39,7 @@ class PeerLink:
         ending: its last words are being read.
         settled: set when the link is ready, or lost before it was.
         dialed: whether we called the peer, and not it us.
+        session: shows that further connections belong to this one; a secret of both ends.
         rdma: queue pairs and keys; None unless both sides have devices.
         num_undecided: sides that have not found out whether RDMA works.
         served_id: names this life of the peer at the service of our memory.
@@ -51,6 +52,7 @@ class PeerLink:
         backend: str,
         *,
         dialed: bool,
+        session: bytes,
         control: Stream,
         served_id: int,
         requests: Requests,
@@ -61,6 +63,7 @@ class PeerLink:
         self.facts = facts
         self.backend = backend
         self.dialed = dialed
+        self.session = session
         self.control = control
         self.served_id = served_id
         self.requests = requests
@@ -183,6 +186,11 @@ class PeerTable:
         if evidence is not None:
             raise PeerLost(name, evidence)
         raise PeerUnknown(name)
+
+    def session(self, name: str) -> bytes | None:
+        """Return the session key of the control connection that stands with a name."""
+        link = self._links.get(name)
+        return link.session if link is not None and link.evidence is None else None
 
     def lost(self, name: str) -> str | None:
         """Say why a peer is gone; None if it is well, or this process itself.

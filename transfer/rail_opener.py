@@ -16,13 +16,14 @@ from configs.schema import TransferConfig
 from transfer.backends.tcp import TcpRail
 from transfer.event_loop import EventLoop
 from transfer.handshake import Facts, Purpose
+from transfer.negotiation import Greeted, Outcome
 from transfer.peer import PeerLink, PeerTable
 from transfer.preference import RailKind
 from transfer.priority import shares_of
 from transfer.rail import RailLink, RailName, SliceSink
 from transfer.rail_preferences import RailPreferences
 from transfer.rdma import Rdma
-from transfer.rendezvous import Greeted, Outcome, Rendezvous
+from transfer.rendezvous import Rendezvous
 from transfer.requests import Requests
 from transfer.statistics import Tally
 

@@ -18,11 +18,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from transfer.errors import HandshakeRefused, PeerUnreachable, ProtocolViolation
+from transfer.errors import HandshakeRefused, PeerUnreachable
 from transfer.event_loop import READABLE, WRITABLE, EventLoop
 from transfer.handshake import (
     AcceptorHandshake,
@@ -30,9 +29,11 @@ from transfer.handshake import (
     Facts,
     Handshake,
     Purpose,
+    Sessions,
     shown,
 )
 from transfer.host import address_of, host_identity
+from transfer.negotiation import Greeted, Negotiation, Outcome
 from transfer.statistics import Tally
 from transfer.stream import Stream
 
@@ -42,98 +43,6 @@ NEGOTIATIONS_MAX: Final = 256
 BACKLOG: Final = 256
 DUPLICATE: Final = "duplicate"
 OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-HANG_UP: Final = "closed by the other side during the handshake (another cluster secret?)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Greeted:
-    """A connection whose other end has proved itself; see `Handshake.session`."""
-
-    sock: socket.socket
-    purpose: Purpose
-    name: str
-    facts: Facts
-    session: bytes
-
-
-Outcome = Greeted | HandshakeRefused
-
-
-class Negotiation:
-    """One connection in its handshake."""
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        machine: Handshake,
-        *,
-        address: str,
-        deadline: float,
-        on_outcome: Callable[[Negotiation, Outcome], None],
-        first: bytes = b"",
-    ) -> None:
-        self.sock = sock
-        self.machine = machine
-        self.address = address
-        self.deadline = deadline
-        self._on_outcome = on_outcome
-        self._first = first
-        self.over = False
-
-    def on_event(self, events: int) -> None:
-        """The socket is ready: connected, or something to read."""
-        try:
-            if self._first:
-                self._connected()
-            if events & ~WRITABLE:
-                self._read()
-        except BlockingIOError:
-            pass
-        except ProtocolViolation as error:
-            self.refuse(error.problem)
-        except HandshakeRefused as error:
-            self.refuse(error.reason)
-        except OSError as error:
-            self.refuse(error.strerror or str(error), unreachable=True)
-
-    def refuse(self, reason: str, *, unreachable: bool = False) -> None:
-        """End without a connection."""
-        kind = PeerUnreachable if unreachable else HandshakeRefused
-        self.end(kind(self.address, reason, self.machine.peer_name))
-
-    def end(self, outcome: Outcome) -> None:
-        """Report once."""
-        if not self.over:
-            self.over = True
-            self._on_outcome(self, outcome)
-
-    def send(self, data: bytes) -> None:
-        """Send a message of the handshake: far smaller than an empty socket's buffer."""
-        if data and self.sock.send(data) != len(data):
-            raise ConnectionError(errno.ENOBUFS, "a handshake message did not fit")
-
-    def _connected(self) -> None:
-        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, errno.errorcode.get(code, str(code)))
-        first, self._first = self._first, b""
-        self.send(first)
-
-    def _read(self) -> None:
-        while not self.over:
-            data = self.sock.recv(self.machine.needed)
-            if not data:
-                self.refuse(HANG_UP)
-                return
-            self.send(self.machine.feed(data))
-            if isinstance(self.machine, AcceptorHandshake) and self.machine.refused is not None:
-                self.refuse(self.machine.refused)
-            elif self.machine.done:
-                facts = self.machine.peer_facts
-                assert facts is not None
-                self.end(Greeted(sock=self.sock, purpose=self.machine.purpose,
-                                 name=self.machine.peer_name, facts=facts,
-                                 session=self.machine.session))  # fmt: skip
 
 
 class Rendezvous:
@@ -143,6 +52,7 @@ class Rendezvous:
         standing: whether a control connection with a name stands.
         admit: why a caller is not wanted, None if it is: (purpose, name).
         install: takes over an accepted connection, before its dialer hears of it.
+        sessions: the session key of the control connection that stands with a name.
     """
 
     def __init__(
@@ -156,6 +66,7 @@ class Rendezvous:
         standing: Callable[[str], bool],
         admit: Callable[[Purpose, str], str | None],
         install: Callable[[Greeted], None],
+        sessions: Sessions,
     ) -> None:
         self._loop = loop
         self._tally = tally
@@ -165,6 +76,7 @@ class Rendezvous:
         self._standing = standing
         self._admit = admit
         self._install = install
+        self._sessions = sessions
         self._negotiations: set[Negotiation] = set()
         self._listeners: list[socket.socket] = []
         # Not watched until the next tick: out of descriptors.
@@ -241,7 +153,11 @@ class Rendezvous:
             return self._may_prove(purpose, found)
 
         machine = DialerHandshake(
-            secret=self._secret, name=self._name, facts=self.facts, admit=admit
+            secret=self._secret,
+            name=self._name,
+            facts=self.facts,
+            admit=admit,
+            sessions=self._sessions,
         )
         try:
             sock, code = _begin_to_connect(target, source)
@@ -306,7 +222,11 @@ class Rendezvous:
         self._make_room()
         sock.setblocking(False)
         machine = AcceptorHandshake(
-            secret=self._secret, name=self._name, facts=self.facts, admit=self._answer
+            secret=self._secret,
+            name=self._name,
+            facts=self.facts,
+            admit=self._answer,
+            sessions=self._sessions,
         )
         negotiation = self._begin(sock, machine, "", self._accepted)
         self._loop.watch(sock, negotiation.on_event, READABLE)

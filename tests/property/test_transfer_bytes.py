@@ -76,7 +76,9 @@ def test_any_key_is_understood_or_refused(data: bytes) -> None:
 @given(st.lists(st.binary(max_size=300), max_size=20))
 @settings(deadline=None)
 def test_any_bytes_in_a_handshake_are_refused(portions: list[bytes]) -> None:
-    machine = AcceptorHandshake(secret=b"s", name="a", facts=FACTS, admit=lambda *_: None)
+    machine = AcceptorHandshake(
+        secret=b"s", name="a", facts=FACTS, admit=lambda *_: None, sessions=lambda _: None
+    )
     try:
         for portion in portions:
             data = portion

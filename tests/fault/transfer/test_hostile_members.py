@@ -54,10 +54,13 @@ def exactly(sock: socket.socket, nbytes: int) -> bytes:
 
 
 def greet(engine: TransferEngine, purpose: Purpose, name: str, facts: Facts) -> socket.socket:
-    """Authenticate as a member with whatever facts."""
+    """Authenticate as a member with whatever facts, and what it was told as `name` before."""
     host, port = engine.address.split(":")
     sock = socket.create_connection((host, int(port)), timeout=SOON_S)
-    machine = DialerHandshake(secret=SECRET, name=name, facts=facts, admit=lambda *_: None)
+    session = engine._table.session(name)
+    machine = DialerHandshake(
+        secret=SECRET, name=name, facts=facts, admit=lambda *_: None, sessions=lambda _: session
+    )
     sock.sendall(machine.start(purpose))
     while not machine.done:
         sock.sendall(machine.feed(exactly(sock, machine.needed)))
@@ -110,6 +113,7 @@ class EvilOwner(threading.Thread):
         super().__init__(name="evil-owner", daemon=True)
         self.owner, self.generator = name, generator
         self.answered = 0
+        self.session = b""
         self.stopping = False
         self.kept: list[socket.socket] = []
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -132,11 +136,14 @@ class EvilOwner(threading.Thread):
             address=self.address, host="elsewhere", local_socket="x", shared_memory=False, tcp=True
         )
         machine = AcceptorHandshake(
-            secret=SECRET, name=self.owner, facts=facts, admit=lambda *_: None
-        )
+            secret=SECRET, name=self.owner, facts=facts, admit=lambda *_: None,
+            sessions=lambda _: self.session,
+        )  # fmt: skip
         while not machine.done:
             sock.sendall(machine.feed(exactly(sock, machine.needed)))
         sock.sendall(machine.ready())
+        if machine.purpose is Purpose.CONTROL:
+            self.session = machine.session
         return machine.purpose
 
     def _answer(self, sock: socket.socket) -> None:

@@ -3,6 +3,10 @@
 The attacker does not know the secret. Whatever it does, a side that ends as `done` has talked,
 step by step, with exactly one partner of its own conversation, and nothing private was told to
 anybody else.
+
+A second one, mallory, is a member: it knows the secret and takes part under its own name, but the
+wires between others are not its own. It tries to open and to answer further connections of the
+others under their names.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from transfer.handshake import (
 
 SECRET = secrets.token_bytes(32)
 NAMES = ("anna", "bert", "carl")
+MEMBER = "mallory"
+FURTHER = tuple(purpose for purpose in Purpose if purpose is not Purpose.CONTROL)
 
 
 def facts_of(name: str) -> Facts:
@@ -38,8 +44,9 @@ def facts_of(name: str) -> Facts:
 class Side:
     """One machine, what it said, and whether it has hung up."""
 
-    def __init__(self, machine: Handshake) -> None:
+    def __init__(self, machine: Handshake, table: dict[str, bytes]) -> None:
         self.machine = machine
+        self.table = table
         self.nonce = machine._nonce
         self.said: list[bytes] = []
         self.heard = b""
@@ -58,6 +65,19 @@ class Side:
                 self.said.append(answer)
             if isinstance(self.machine, AcceptorHandshake) and self.machine.done:
                 self.said.append(self.machine.ready())
+        if self.machine.done and self.machine.purpose is Purpose.CONTROL:
+            self.table[self.machine.peer_name] = self.machine.session
+
+
+def converse(left: Side, right: Side) -> None:
+    """Carry every word of two sides to the other one."""
+    speaker, listener = left, right
+    heard = {id(left): 0, id(right): 0}
+    while heard[id(speaker)] < len(speaker.said):
+        while heard[id(speaker)] < len(speaker.said):
+            listener.hear(speaker.said[heard[id(speaker)]])
+            heard[id(speaker)] += 1
+        speaker, listener = listener, speaker
 
 
 class AttackedHandshakes(RuleBasedStateMachine):
@@ -67,6 +87,8 @@ class AttackedHandshakes(RuleBasedStateMachine):
         super().__init__()
         self.sides: list[Side] = []
         self.recorded: list[bytes] = []
+        self.member_sides: list[Side] = []
+        self.tables: dict[str, dict[str, bytes]] = {name: {} for name in (*NAMES, MEMBER)}
 
     def collect(self, side: Side) -> None:
         self.recorded += [m for m in side.said if m not in self.recorded]
@@ -78,23 +100,90 @@ class AttackedHandshakes(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), purpose=st.sampled_from(Purpose))
     def dial(self, name: str, purpose: Purpose) -> None:
-        machine = DialerHandshake(
-            secret=SECRET, name=name, facts=facts_of(name), admit=lambda _, found: None
-        )
-        side = Side(machine)
-        side.said.append(machine.start(purpose))
+        side = self.dialer(name, purpose, self.tables[name])
         self.sides.append(side)
         self.collect(side)
 
     @rule(name=st.sampled_from(NAMES))
     def accept(self, name: str) -> None:
-        self.sides.append(
-            Side(
-                AcceptorHandshake(
-                    secret=SECRET, name=name, facts=facts_of(name), admit=lambda _, found: None
-                )
-            )
+        self.sides.append(self.acceptor(name, self.tables[name]))
+
+    def dialer(self, name: str, purpose: Purpose, table: dict[str, bytes]) -> Side:
+        machine = DialerHandshake(
+            secret=SECRET, name=name, facts=facts_of(name), admit=lambda *_: None,
+            sessions=table.get,
+        )  # fmt: skip
+        side = Side(machine, table)
+        side.said.append(machine.start(purpose))
+        return side
+
+    def acceptor(self, name: str, table: dict[str, bytes]) -> Side:
+        machine = AcceptorHandshake(
+            secret=SECRET, name=name, facts=facts_of(name), admit=lambda *_: None,
+            sessions=table.get,
+        )  # fmt: skip
+        return Side(machine, table)
+
+    @rule(pair=st.permutations(NAMES), purpose=st.sampled_from(Purpose))
+    def talk_in_peace(self, pair: list[str], purpose: Purpose) -> None:
+        """A whole conversation: further connections come about where a control one stands."""
+        one, two = pair[:2]
+        left = self.dialer(one, purpose, self.tables[one])
+        right = self.acceptor(two, self.tables[two])
+        self.sides += [left, right]
+        expected = purpose is Purpose.CONTROL or (
+            self.tables[one].get(two) is not None
+            and self.tables[one].get(two) == self.tables[two].get(one)
         )
+        converse(left, right)
+        self.collect(left)
+        self.collect(right)
+        assert (left.machine.done, right.machine.done) == (expected, expected)
+        if purpose is Purpose.CONTROL:
+            assert left.machine.session == right.machine.session != b""
+
+    @rule(name=st.sampled_from(NAMES), calls=st.booleans())
+    def member_takes_part(self, name: str, calls: bool) -> None:
+        """Under its own name, which is its right."""
+        if calls:
+            left = self.dialer(MEMBER, Purpose.CONTROL, self.tables[MEMBER])
+            right = self.acceptor(name, self.tables[name])
+        else:
+            left = self.dialer(name, Purpose.CONTROL, self.tables[name])
+            right = self.acceptor(MEMBER, self.tables[MEMBER])
+        self.sides.append(right if calls else left)
+        self.member_sides.append(left if calls else right)
+        converse(left, right)
+        assert left.machine.done
+        assert right.machine.done
+
+    @rule(
+        pair=st.permutations(NAMES),
+        purpose=st.sampled_from(FURTHER),
+        calls=st.booleans(),
+        data=st.data(),
+    )
+    def member_under_a_false_name(
+        self, pair: list[str], purpose: Purpose, calls: bool, data: st.DataObject
+    ) -> None:
+        """With any session key that it was ever told, or a guess."""
+        victim, false = pair[:2]
+        known = [*self.tables[MEMBER].values(), secrets.token_bytes(32), b""]
+        told = data.draw(st.sampled_from(known))
+        lies = dict.fromkeys(NAMES, told)
+        table = self.tables[victim]
+        if calls:
+            left, right = self.dialer(false, purpose, lies), self.acceptor(victim, table)
+        else:
+            left, right = self.dialer(victim, purpose, table), self.acceptor(false, lies)
+        honest, evil = (right, left) if calls else (left, right)
+        evil.machine._check = lambda *_: None  # type: ignore[method-assign]
+        self.sides.append(honest)
+        self.member_sides.append(evil)
+        converse(left, right)
+        assert honest.over
+        assert not honest.machine.done
+        assert honest.machine.peer_facts is None
 
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
@@ -134,9 +223,10 @@ class AttackedHandshakes(RuleBasedStateMachine):
         for side in self.sides:
             if not side.machine.done or side.machine.peer_facts is None:
                 continue
+            known_as = side.machine.peer_name
             partners = [
                 other
-                for other in self.sides
+                for other in (self.member_sides if known_as == MEMBER else self.sides)
                 if other is not side
                 and type(other.machine) is not type(side.machine)
                 and other.machine._transcript == side.machine._transcript

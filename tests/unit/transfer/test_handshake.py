@@ -21,6 +21,7 @@ from transfer.handshake import (
     Hello,
     Proof,
     Purpose,
+    Sessions,
     parse_message,
 )
 
@@ -37,16 +38,30 @@ def anybody(purpose: Purpose, name: str) -> str | None:
     return None
 
 
+def strangers(name: str) -> bytes | None:
+    return None
+
+
 def dialer(
-    secret: bytes = SECRET, name: str = "dialer", admit: Admission = anybody
+    secret: bytes = SECRET,
+    name: str = "dialer",
+    admit: Admission = anybody,
+    sessions: Sessions = strangers,
 ) -> DialerHandshake:
-    return DialerHandshake(secret=secret, name=name, facts=facts(name), admit=admit)
+    return DialerHandshake(
+        secret=secret, name=name, facts=facts(name), admit=admit, sessions=sessions
+    )
 
 
 def acceptor(
-    secret: bytes = SECRET, name: str = "acceptor", admit: Admission = anybody
+    secret: bytes = SECRET,
+    name: str = "acceptor",
+    admit: Admission = anybody,
+    sessions: Sessions = strangers,
 ) -> AcceptorHandshake:
-    return AcceptorHandshake(secret=secret, name=name, facts=facts(name), admit=admit)
+    return AcceptorHandshake(
+        secret=secret, name=name, facts=facts(name), admit=admit, sessions=sessions
+    )
 
 
 def give(machine: Handshake, data: bytes) -> bytes:
@@ -58,8 +73,13 @@ def give(machine: Handshake, data: bytes) -> bytes:
     return out
 
 
-def run(left: DialerHandshake, right: AcceptorHandshake, seen: list[bytes]) -> None:
-    message = left.start(Purpose.CONTROL)
+def run(
+    left: DialerHandshake,
+    right: AcceptorHandshake,
+    seen: list[bytes],
+    purpose: Purpose = Purpose.CONTROL,
+) -> None:
+    message = left.start(purpose)
     while message:
         seen.append(message)
         message = give(right, message)
