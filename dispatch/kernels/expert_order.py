@@ -24,6 +24,34 @@ def order_key(score: tl.tensor) -> tl.tensor:
     return tl.where(score != score, -2147483647, key)
 
 
+@jit
+def best_of(
+    key: tl.tensor,
+    value: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LOWEST: tl.constexpr,
+) -> tl.tensor:
+    """Return the positions of each row's K highest keys, and `value` there: [BLOCK_T, BLOCK_K].
+
+    Column k is the k-th best; columns from K on are zeros.
+    """
+    position = tl.arange(0, BLOCK_E)[None, :]
+    column = tl.arange(0, BLOCK_K)[None, :]
+    chosen = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    picked = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    for k in range(K):
+        highest = tl.max(key, 1)[:, None]
+        best = tl.min(tl.where(key == highest, position, BLOCK_E), 1)[:, None]
+        there = tl.sum(tl.where(position == best, value, 0.0), 1)[:, None]
+        chosen = tl.where(column == k, best, chosen)
+        picked = tl.where(column == k, there, picked)
+        key = tl.where(position == best, LOWEST, key)
+    return chosen, picked
+
+
 def best_first_torch(scores: torch.Tensor) -> torch.Tensor:
     """Return the positions of each row's scores, [T, E] int64, best first.
 

@@ -97,3 +97,14 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
     """
     if not low <= value <= high:
         raise InputInvalid(name=name, observed=str(value), expected=f"{low}..{high}")
+
+
+def check_member(name: str, value: object, accepted: tuple[object, ...]) -> None:
+    """Accept one of some values.
+
+    Raises:
+        InputInvalid: It is another one.
+    """
+    if value not in accepted:
+        expected = " or ".join(map(str, accepted))
+        raise InputInvalid(name=name, observed=str(value), expected=expected)

@@ -15,9 +15,16 @@ from __future__ import annotations
 
 import torch
 
-from dispatch.kernels.expert_order import LOWEST, best_first_torch, order_key
+from dispatch.kernels.expert_order import LOWEST, best_first_torch, best_of, order_key
 from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
-from dispatch.kernels.operands import FLOATS, IDS, check_operand, check_range, runs_kernel
+from dispatch.kernels.operands import (
+    FLOATS,
+    IDS,
+    check_member,
+    check_operand,
+    check_range,
+    runs_kernel,
+)
 
 TILE = 2048  # logits of one program
 
@@ -38,7 +45,6 @@ def _softmax_topk_kernel(
 ) -> None:
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.arange(0, BLOCK_E)[None, :]
-    choice = tl.arange(0, BLOCK_K)[None, :]
     in_tokens = (token < num_tokens)[:, None]
     in_row = in_tokens & (expert < num_experts)
     row = token.to(tl.int64)[:, None]
@@ -51,17 +57,11 @@ def _softmax_topk_kernel(
     exponentials = tl.exp(logits - peak)
     total = tl.sum(exponentials, 1)[:, None]
 
-    ids = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
-    weights = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    for k in range(K):
-        best = tl.max(left, 1)[:, None]
-        chosen = tl.min(tl.where(left == best, expert, BLOCK_E), 1)[:, None]
-        weight = tl.sum(tl.where(expert == chosen, exponentials, 0.0), 1)[:, None] / total
-        ids = tl.where(choice == k, chosen, ids)
-        weights = tl.where(choice == k, weight, weights)
-        left = tl.where(expert == chosen, LOWEST, left)
+    ids, weights = best_of(left, exponentials, K, BLOCK_T, BLOCK_E, BLOCK_K, LOWEST)
+    weights = weights / total
     if RENORMALISE:
         weights = weights / tl.sum(weights, 1)[:, None]
+    choice = tl.arange(0, BLOCK_K)[None, :]
     in_choices = in_tokens & (choice < K)
     tl.store(ids_ptr + row * K + choice, ids, mask=in_choices)
     tl.store(weights_ptr + row * K + choice, weights, mask=in_choices)
@@ -92,7 +92,7 @@ def softmax_topk(
     check_operand("router_logits", router_logits, (None, None), FLOATS)
     num_tokens, num_experts = router_logits.shape
     check_range("topk", topk, 1, num_experts)
-    check_range("id_dtype", IDS.index(id_dtype) if id_dtype in IDS else -1, 0, len(IDS) - 1)
+    check_member("id_dtype", id_dtype, IDS)
     if not runs_kernel(router_logits.device):
         return softmax_topk_torch(router_logits, topk, renormalise=renormalise, id_dtype=id_dtype)
     ids = router_logits.new_empty((num_tokens, topk), dtype=id_dtype)

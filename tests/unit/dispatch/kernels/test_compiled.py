@@ -8,21 +8,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dispatch.kernels import softmax_topk
+from dispatch.kernels import sigmoid_topk, softmax_topk, topk_softmax
 from tests.support.compiled_kernels import TARGETS, Launch, compiled, recorded
 
 T, E, K, H = 128, 256, 8, 7168
 
 # Kernel: registers of a thread, bytes of shared memory of a program; the most of all targets.
 BUDGETS = {
-    "_softmax_topk_kernel": (96, 4096),
+    "_sigmoid_topk_kernel": (64, 256),
+    "_softmax_topk_kernel": (64, 256),
+    "_topk_softmax_kernel": (72, 256),
 }
 
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     logits = torch.zeros(T, E)
+    groups = {"bias": torch.zeros(E), "num_groups": 8, "topk_groups": 4}
     return [
         *recorded(monkeypatch, lambda: softmax_topk.softmax_topk(logits, K), softmax_topk),
+        *recorded(monkeypatch, lambda: topk_softmax.topk_softmax(logits, K), topk_softmax),
+        *recorded(
+            monkeypatch, lambda: sigmoid_topk.sigmoid_topk(logits, K, **groups), sigmoid_topk
+        ),
     ]
 
 
