@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from configs.schema import Exactness
 
+CHUNK_ELEMENTS = 1 << 16  # at a time: the float32 temporaries stay in the cache
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Normalise the last dimension of x [..., D] to a root mean square of one, times weight [D]."""
@@ -32,9 +34,13 @@ def silu_and_mul(gate_up: torch.Tensor, exactness: Exactness) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if exactness is Exactness.TOLERANT:
         return functional.silu(gate).mul_(up)
-    wide = gate.to(torch.float32)
-    denominator = wide.neg().exp_().add_(1.0)
-    return torch.div(wide, denominator).mul_(up).to(gate_up.dtype)
+    out = torch.empty(gate.shape, dtype=gate_up.dtype)
+    rows = max(1, CHUNK_ELEMENTS // gate.shape[1])
+    for part, factor, target in zip(gate.split(rows), up.split(rows), out.split(rows), strict=True):
+        wide = part.to(torch.float32)
+        denominator = wide.neg().exp_().add_(1.0)
+        target.copy_(torch.div(wide, denominator).mul_(factor))
+    return out
 
 
 def choose_experts(
