@@ -36,7 +36,8 @@ def silu_and_mul(gate_up: torch.Tensor, exactness: Exactness) -> torch.Tensor:
         return functional.silu(gate).mul_(up)
     out = torch.empty(gate.shape, dtype=gate_up.dtype)
     rows = max(1, CHUNK_ELEMENTS // gate.shape[1])
-    for part, factor, target in zip(gate.split(rows), up.split(rows), out.split(rows), strict=True):
+    pieces = (torch.split(tensor, rows) for tensor in (gate, up, out))
+    for part, factor, target in zip(*pieces, strict=True):
         wide = part.to(torch.float32)
         denominator = wide.neg().exp_().add_(1.0)
         target.copy_(torch.div(wide, denominator).mul_(factor))

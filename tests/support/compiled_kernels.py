@@ -44,7 +44,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 DIVISIBLE = [["tt.divisibility", 16]]
 
 
