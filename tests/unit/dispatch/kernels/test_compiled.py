@@ -8,13 +8,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dispatch.kernels import sigmoid_topk, softmax_topk, topk_softmax
+from dispatch.expert_map import ExpertMap
+from dispatch.kernels import route, sigmoid_topk, softmax_topk, topk_softmax
+from dispatch.kernels.routed import ExpertSlots
+from dispatch.routing import LayerRoute
 from tests.support.compiled_kernels import TARGETS, Launch, compiled, recorded
 
-T, E, K, H = 128, 256, 8, 7168
+T, E, K, H, W = 128, 256, 8, 7168, 8
 
 # Kernel: registers of a thread, bytes of shared memory of a program; the most of all targets.
 BUDGETS = {
+    "_count_kernel": (80, 2048),
+    "_place_kernel": (112, 512),
+    "_scan_kernel": (72, 8192),
     "_sigmoid_topk_kernel": (64, 256),
     "_softmax_topk_kernel": (64, 256),
     "_topk_softmax_kernel": (72, 256),
@@ -23,6 +29,9 @@ BUDGETS = {
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     logits = torch.zeros(T, E)
+    known = LayerRoute(ExpertMap.even(num_layers=1, num_logical=E, ranks=range(W)), range(W), 0, 0)
+    slots = ExpertSlots.of(known, E, torch.device("cpu"))
+    ids = torch.zeros(T, K, dtype=torch.int64)
     groups = {"bias": torch.zeros(E), "num_groups": 8, "topk_groups": 4}
     return [
         *recorded(monkeypatch, lambda: softmax_topk.softmax_topk(logits, K), softmax_topk),
@@ -30,6 +39,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         *recorded(
             monkeypatch, lambda: sigmoid_topk.sigmoid_topk(logits, K, **groups), sigmoid_topk
         ),
+        *recorded(monkeypatch, lambda: route.route(ids, slots), route),
     ]
 
 
