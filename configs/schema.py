@@ -164,6 +164,20 @@ class DispatchConfig(Frozen):
     pass_timeout_s: float = Field(
         2.0, gt=0, description="Longest silence of a peer inside a pass before it is suspected."
     )
+    microbatches: int = Field(
+        1, ge=1, le=4, description="Exchanges that may be in flight at once; each has own windows."
+    )
+    window_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens per rank that receive windows are sized for; default: all that a pass "
+        "may have. They grow when a message needs more.",
+    )
+    window_slack: float = Field(
+        2.0,
+        gt=0,
+        description="Receive windows hold this many times a rank's even share of the choices.",
+    )
 
 
 class KVStoreConfig(Frozen):

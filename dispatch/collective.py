@@ -101,19 +101,11 @@ class CollectiveDispatcher(Dispatcher):
         check_layer(self._layout, layer)
         stamp = self._sequence.dispatching(layer, microbatch)
         outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp)
-        layout, bounds = self._layout, outgoing.routing.choice_bounds
-        rows = np.diff(outgoing.routing.row_bounds).tolist()
-        sizes = [
-            layout.dispatch_bytes(
-                self._exchange.experts_of(w, layer), bounds[w + 1] - bounds[w], rows[w]
-            )
-            if w != self._exchange.me
-            else 0
-            for w in range(self._size)
-        ]
+        exchange = self._exchange
+        sizes = self._sizes_of(lambda w: exchange.dispatch_bytes(outgoing, w))
         incoming = self._sizes(sizes, stamp)
         self._moving[stamp.window] = self._move(
-            sizes, incoming, stamp, lambda w, part: self._exchange.write_dispatch(outgoing, w, part)
+            sizes, incoming, stamp, lambda w, part: exchange.write_dispatch(outgoing, w, part)
         )
         self._sequence.expect(Call.DISPATCH_RECV, outgoing, stamp)
         return outgoing
@@ -137,20 +129,11 @@ class CollectiveDispatcher(Dispatcher):
         """See `Dispatcher.combine_send`."""
         self._sequence.check(Call.COMBINE_SEND, handle, handle.stamp)
         stamp = handle.stamp.answer()
-        exchange, dtype = self._exchange, expert_out.dtype
+        exchange = self._exchange
         returning = exchange.returning(expert_out, handle, stamp)
-
-        def sizes_of(bounds: list[int]) -> list[int]:
-            return [
-                self._layout.combine_bytes(bounds[w + 1] - bounds[w], dtype)
-                if w != exchange.me
-                else 0
-                for w in range(self._size)
-            ]
-
         self._moving[stamp.window] = self._move(
-            sizes_of(handle.source_bounds),
-            sizes_of(handle.outgoing.routing.choice_bounds),
+            self._sizes_of(lambda w: exchange.combine_bytes(returning, w)),
+            self._sizes_of(lambda w: exchange.due_bytes(returning, w)),
             stamp,
             lambda w, part: exchange.write_combine(returning, w, part),
         )
@@ -178,6 +161,10 @@ class CollectiveDispatcher(Dispatcher):
     def statistics(self) -> DispatchStatistics:
         """See `Dispatcher.statistics`."""
         return self._counters.snapshot()
+
+    def _sizes_of(self, nbytes: Callable[[int], int]) -> list[int]:
+        """Return the size of each member's message; this rank sends itself none."""
+        return [0 if w == self._exchange.me else nbytes(w) for w in range(self._size)]
 
     def _sizes(self, sizes: list[int], stamp: Stamp) -> list[int]:
         """Tell every rank the size of its message; return the sizes that are coming."""

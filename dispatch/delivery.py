@@ -11,17 +11,20 @@ who did not look cannot say that nothing came.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dispatch.errors import DispatchError, PassFailed
 from dispatch.exchange import Exchange
+from dispatch.growth import append_grant, read_grant, read_note, with_grant, write_note
 from dispatch.layout import Bytes
-from dispatch.message import Stamp
+from dispatch.message import GRANT, SPILLED, Stamp, marks_of
 from dispatch.statistics import Counters
 from dispatch.windows import ReceiveWindow, SendWindow, Staging
 from transfer import (
+    Access,
     AccessRefused,
     ImmediateTimeout,
     PeerLost,
@@ -31,7 +34,9 @@ from transfer import (
 )
 
 if TYPE_CHECKING:
-    from transfer import Transfer, TransferEngine
+    from transfer import RegionKey, Transfer, TransferEngine
+
+logger = logging.getLogger(__name__)
 
 EPOCH_MASK = 0xFF_FFFF
 WINDOW_BITS = 3
@@ -40,7 +45,28 @@ STALL_FACTOR = 1.5  # a wait that took this much longer than its deadline was no
 # What one peer's state can do to a write. Anything else (the engine was closed) is not its doing.
 PEER_ERRORS = (PeerLost, PeerUnknown, AccessRefused, TransferTimeout)
 
+Size = Callable[[int], int]  # position of a member -> bytes of the message for it
 Write = Callable[[int, Bytes], int]  # position of a member, buffer -> bytes written
+
+
+class Route(NamedTuple):
+    """One peer, and where messages to and from it are.
+
+    Attributes:
+        position: Among the members.
+        rank: Its rank.
+        name: Its peer name.
+        i: Its position in the staging.
+        target: Its windows for this rank.
+        windows: This rank's windows for it.
+    """
+
+    position: int
+    rank: int
+    name: str
+    i: int
+    target: SendWindow
+    windows: ReceiveWindow
 
 
 def immediate_of(epoch: int, window: int) -> int:
@@ -87,8 +113,11 @@ class Delivery:
         # Everybody starts with the next rank, so that no rank is everybody's first.
         rotated = sorted(peers, key=lambda rank: (position[rank] - exchange.me) % len(position))
         self._routes = [
-            (position[rank], rank, peers[rank], targets[rank], i) for i, rank in enumerate(rotated)
+            Route(position[rank], rank, peers[rank], i, targets[rank], windows[rank])
+            for i, rank in enumerate(rotated)
         ]
+        # Keys of grown windows, for the next message of the same microbatch to that rank.
+        self._grants: dict[tuple[int, int], RegionKey] = {}  # (rank, window of that message)
         numbers = range(num_windows)
         self._immediates = [immediate_of(epoch, window) for window in numbers]
         self._due = [
@@ -104,26 +133,29 @@ class Delivery:
         """Return (peer, immediate) of the messages that may begin a pass."""
         return [key for due in self._due[::2] for key in due]
 
-    def send(self, stamp: Stamp, write: Write) -> None:
+    def send(self, stamp: Stamp, size: Size, write: Write) -> None:
         """Send one message to every peer.
 
         Args:
             stamp: Of the messages.
-            write: Assembles the message for the member at a position.
+            size: Tells the size of the message for the member at a position.
+            write: Assembles it.
 
         Raises:
             PassFailed.
         """
         self._settle(stamp)
-        for position, rank, name, target, i in self._routes:
-            nbytes = write(position, self._staging.parts[i][stamp.window])
-            self._send(stamp, rank, name, target, i, nbytes)
+        for route in self._routes:
+            self._send(stamp, route, size(route.position), write)
 
-    def receive(self, stamp: Stamp, timeout_s: float | None = None) -> Mapping[int, Bytes]:
+    def receive(
+        self, stamp: Stamp, shared: bytes, timeout_s: float | None = None
+    ) -> Mapping[int, Bytes]:
         """Wait for the message of every peer.
 
         Args:
             stamp: Of the messages.
+            shared: What their headers have in common.
             timeout_s: Longest time to wait in all; default: as long as messages keep arriving.
 
         Returns:
@@ -132,13 +164,19 @@ class Delivery:
 
         Raises:
             PassFailed, transfer.Interrupted.
+            MessageMismatch: A note or a grant is not as it should be.
         """
         if not self._routes:
             return {}
         start = time.monotonic()
         self._receive(stamp, None if timeout_s is None else start + timeout_s)
         self._counters.waited_s += time.monotonic() - start
-        return self._buffers[stamp.window]
+        buffers = self._buffers[stamp.window]
+        for route in self._routes:
+            marks, _ = marks_of(buffers[route.position])
+            if marks:
+                self._follow(stamp, shared, route, marks)
+        return buffers
 
     def _settle(self, stamp: Stamp) -> None:
         """Finish the writes of two phases ago, whose staging is needed now.
@@ -154,26 +192,67 @@ class Delivery:
                 raise self._failed(stamp, error, rank) from error
         transfers.clear()
 
-    def _send(
-        self, stamp: Stamp, rank: int, name: str, target: SendWindow, i: int, nbytes: int
-    ) -> None:
-        window = stamp.window
-        assert self._staging.region is not None
+    def _send(self, stamp: Stamp, route: Route, nbytes: int, write: Write) -> None:
+        window, target = stamp.window, route.target
+        base = self._staging.parts[route.i][window]
+        grant = self._grants.pop((route.rank, window), None) if self._grants else None
+        room = nbytes if grant is None else with_grant(nbytes)
+        if room <= len(base.part) and room <= target.sizes[window]:
+            region, offset, part = base
+            own = None
+        else:
+            own = self._staging.own(route.i, window, room)
+            region, offset, part = own.region, 0, own.part
+        written = write(route.position, part)
+        assert written == nbytes, "the size was told before the message was written"
+        if grant is not None:
+            nbytes = append_grant(part, nbytes, grant)
+        self._counters.sent_bytes += nbytes
+        if own is not None and nbytes > target.sizes[window]:
+            key = own.key(route.name, Access.READ)
+            nbytes = write_note(base.part, part, nbytes, key)
+            region, offset = base.region, base.offset
+            self._counters.sent_bytes += nbytes
         try:
             transfer = self._engine.write(
-                name,
-                self._staging.region,
-                target.key,
-                self._staging.offsets[i][window],
+                route.name,
+                region,
+                target.keys[window],
+                offset,
                 target.offsets[window],
                 nbytes,
                 immediate=self._immediates[window],
                 timeout_s=self._timeout_s,
             )
         except PEER_ERRORS as error:
-            raise self._failed(stamp, error, rank) from error
-        self._transfers[window].append((rank, transfer))
-        self._counters.sent_bytes += nbytes
+            raise self._failed(stamp, error, route.rank) from error
+        self._transfers[window].append((route.rank, transfer))
+
+    def _follow(self, stamp: Stamp, shared: bytes, route: Route, marks: int) -> None:
+        """Do what a marked message says (see `dispatch.growth`)."""
+        window, rank, name = stamp.window, route.rank, route.name
+        buffers = self._buffers[window]
+        if marks & SPILLED:
+            largest = route.windows.largest[window]
+            buffer = buffers[route.position]
+            note = read_note(buffer, shared, source=rank, owner=name, largest=largest)
+            region = route.windows.grow(window, note.nbytes)
+            try:
+                reading = self._engine.read(
+                    name, region, note.key, 0, 0, note.nbytes, timeout_s=self._timeout_s
+                )
+                reading.wait()
+            except PEER_ERRORS as error:
+                raise self._failed(stamp, error, rank) from error
+            buffers[route.position] = route.windows.parts[window]
+            # The answer of this microbatch: the peer reads it before it writes here again.
+            self._grants[rank, window ^ 1] = route.windows.grant(window)
+            self._counters.grown_windows += 1
+            logger.debug("window %d for rank %d grew for %d bytes", window, rank, note.nbytes)
+            marks, _ = marks_of(buffers[route.position])
+        if marks & GRANT:
+            key = read_grant(buffers[route.position], shared, source=rank, owner=name)
+            route.target.accept(window ^ 1, key)
 
     def _receive(self, stamp: Stamp, deadline: float | None) -> None:
         due = self._due[stamp.window]

@@ -140,6 +140,14 @@ class Exchange:
         missing = (slots > num_slots).reshape(shape)
         return torch.from_numpy(without_missing(topk_weights.detach().numpy(), masked, missing))
 
+    def dispatch_bytes(self, outgoing: Outgoing, member: int) -> int:
+        """Return the size of the dispatch message for one member."""
+        routing = outgoing.routing
+        begin, end = routing.choice_bounds[member : member + 2]
+        row_begin, row_end = routing.row_bounds[member : member + 2]
+        num_experts = self.experts_of(member, outgoing.stamp.layer)
+        return self._layout.dispatch_bytes(num_experts, end - begin, row_end - row_begin)
+
     def write_dispatch(self, outgoing: Outgoing, member: int, buffer: Bytes) -> int:
         """Write the dispatch message for one other member; return its size in bytes."""
         routing, stamp = outgoing.routing, outgoing.stamp
@@ -271,6 +279,16 @@ class Exchange:
             dtype=dtype,
             row_format=row_format,
         )
+
+    def combine_bytes(self, returning: Returning, member: int) -> int:
+        """Return the size of the combine message for one member."""
+        begin, end = returning.handle.source_bounds[member : member + 2]
+        return self._layout.combine_bytes(end - begin, returning.dtype)
+
+    def due_bytes(self, returning: Returning, member: int) -> int:
+        """Return the size of the combine message that one member sends."""
+        begin, end = returning.handle.outgoing.routing.choice_bounds[member : member + 2]
+        return self._layout.combine_bytes(end - begin, returning.dtype)
 
     def write_combine(self, returning: Returning, member: int, buffer: Bytes) -> int:
         """Write the combine message for one other member; return its size in bytes."""

@@ -106,14 +106,22 @@ class DispatchLayout:
         """Return the size of a combine message of `num_choices` rows of `dtype`."""
         return HEADER_BYTES + num_choices * self.hidden * dtype.itemsize
 
-    def dispatch_window_bytes(self, num_experts: int) -> int:
-        """Return the size of a window for dispatch messages to a rank with `num_experts`."""
-        return aligned(self.dispatch_bytes(num_experts, self.choices_max, self.max_tokens))
+    def dispatch_window_bytes(self, num_experts: int, num_choices: int | None = None) -> int:
+        """Return the size of a window for dispatch messages to a rank with `num_experts`.
 
-    def combine_window_bytes(self) -> int:
-        """Return the size of a window for combine messages."""
+        Args:
+            num_experts: Most experts of the rank in a layer.
+            num_choices: Most choices in a message; default: all that a rank may have.
+        """
+        choices = self.choices_max if num_choices is None else num_choices
+        rows = min(choices, self.max_tokens)
+        return aligned(self.dispatch_bytes(num_experts, choices, rows))
+
+    def combine_window_bytes(self, num_choices: int | None = None) -> int:
+        """Return the size of a window for combine messages; as `dispatch_window_bytes`."""
+        choices = self.choices_max if num_choices is None else num_choices
         widest = max(self.combine_dtype, self.dtype, key=lambda dtype: dtype.itemsize)
-        return aligned(self.combine_bytes(self.choices_max, widest))
+        return aligned(self.combine_bytes(choices, widest))
 
 
 Bytes = npt.NDArray[np.uint8]

@@ -3,7 +3,10 @@
 Layout, little endian, in the first 64 bytes (the rest of a message is drawn in `dispatch.layout`):
 
     magic u32 | phase u16 | dtype u16 | epoch u64 | pass u64 | layer u32 | hidden u32 |
-    source i32 | receiver experts u32 | choices u32 | rows u32
+    source i32 | receiver experts u32 | choices u32 | rows u32 | marks u32 | pad 4 | extra u64
+
+`marks` and `extra` are 0 but for a message that has to do with a window's growth: see
+`dispatch.growth`.
 
 `phase` is the number of the window: microbatch << 1 | parity. The first line is the same in all
 messages of a phase: it is packed once and compared as bytes.
@@ -23,7 +26,11 @@ from dispatch.layout import DTYPES, HEADER_BYTES, Bytes
 MAGIC = 0x3145_4F4D  # "MOE1"
 _SHARED = struct.Struct("<IHHQQII")
 _OWN = struct.Struct("<iIII")
-assert _SHARED.size + _OWN.size <= HEADER_BYTES
+_MARKS = struct.Struct("<I4xQ")
+_MARKS_AT = _SHARED.size + _OWN.size
+assert _MARKS_AT + _MARKS.size == HEADER_BYTES
+_UNMARKED = bytes(_MARKS.size)
+SPILLED, GRANT = 1, 2  # marks
 _SHARED_FIELDS = ("magic", "phase", "dtype", "epoch", "pass", "layer", "hidden")
 
 
@@ -87,10 +94,22 @@ def write_header(
     view = buffer.data
     view[: _SHARED.size] = shared
     _OWN.pack_into(view, _SHARED.size, source, num_experts, num_choices, num_rows)
+    view[_MARKS_AT:HEADER_BYTES] = _UNMARKED
 
 
-def read_header(buffer: Bytes, shared: bytes, source: int, num_experts: int) -> tuple[int, int]:
-    """Check the header at the start of `buffer`; return its numbers of choices and of rows.
+def mark(buffer: Bytes, marks: int, extra: int) -> None:
+    """Set the marks of a header, and the number that belongs to them."""
+    _MARKS.pack_into(buffer.data, _MARKS_AT, marks, extra)
+
+
+def marks_of(buffer: Bytes) -> tuple[int, int]:
+    """Return what `mark` has set; (0, 0) in an ordinary message."""
+    marks, extra = _MARKS.unpack_from(buffer.data, _MARKS_AT)
+    return marks, extra
+
+
+def check_shared(buffer: Bytes, shared: bytes, source: int) -> None:
+    """Accept a message of the phase that is due.
 
     Raises:
         MessageMismatch: A field is not as expected; names the first that differs.
@@ -102,7 +121,16 @@ def read_header(buffer: Bytes, shared: bytes, source: int, num_experts: int) -> 
         raise MessageMismatch(
             source=source, name=_SHARED_FIELDS[index], observed=seen[index], expected=due[index]
         )
-    found_source, found_experts, num_choices, num_rows = _OWN.unpack_from(view, _SHARED.size)
+
+
+def read_header(buffer: Bytes, shared: bytes, source: int, num_experts: int) -> tuple[int, int]:
+    """Check the header at the start of `buffer`; return its numbers of choices and of rows.
+
+    Raises:
+        MessageMismatch: A field is not as expected; names the first that differs.
+    """
+    check_shared(buffer, shared, source)
+    found_source, found_experts, num_choices, num_rows = _OWN.unpack_from(buffer.data, _SHARED.size)
     if found_source != source or found_experts != num_experts:
         raise MessageMismatch(
             source=source,

@@ -23,6 +23,7 @@ class DispatchStatistics:
         received: [L, E] rows that arrived for each expert of this rank.
         sent_choices: Rank -> choices of this rank's tokens that went there, itself included.
         sent_bytes: Bytes of messages handed to the transport.
+        grown_windows: Receive windows that had to grow for a message.
         masked_choices: Choices that were -1.
         degraded_choices: Choices left out because nobody held their expert.
         waited_s: Seconds spent waiting for other ranks' messages.
@@ -35,6 +36,7 @@ class DispatchStatistics:
     received: Indices
     sent_choices: Mapping[int, int]
     sent_bytes: int
+    grown_windows: int
     masked_choices: int
     degraded_choices: int
     waited_s: float
@@ -49,6 +51,7 @@ class Counters:
         self.exchanges = 0
         self.tokens = 0
         self.sent_bytes = 0
+        self.grown_windows = 0
         self.masked_choices = 0
         self.degraded_choices = 0
         self.waited_s = 0.0
@@ -97,6 +100,7 @@ class Counters:
             received=received,
             sent_choices=sent_choices,
             sent_bytes=self.sent_bytes,
+            grown_windows=self.grown_windows,
             masked_choices=self.masked_choices,
             degraded_choices=self.degraded_choices,
             waited_s=self.waited_s,

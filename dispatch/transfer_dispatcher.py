@@ -9,6 +9,9 @@ Two windows per peer and microbatch are enough. A rank sends phase n + 1 only af
 everybody's phase n, so a peer that holds all messages of phase n + 1 may overwrite the window of
 phase n: that is where its message of phase n + 2 goes. No barrier is needed. Each microbatch has
 windows, immediates and an order of its own, so one may be in flight while another goes on.
+
+Windows are sized for an even share of `config.window_tokens`, and grow by agreement when a rank
+has to send more: see `dispatch.growth`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +36,7 @@ from dispatch.passes import Call, PassSequence, State
 from dispatch.statistics import Counters, DispatchStatistics
 from dispatch.validation import check_layer
 from dispatch.weighted_sum import WeightedSum
-from dispatch.windows import ReceiveWindow, SendWindow, Staging
+from dispatch.windows import ReceiveWindow, SendWindow, Staging, expected_choices, window_sizes
 
 if TYPE_CHECKING:
     from transfer import TransferEngine
@@ -114,14 +118,30 @@ class TransferDispatcher(Dispatcher):
         self._drop_windows()
         self._sequence.become_prepared(epoch)
         self._exchange, self._members = exchange, dict(members)
+        self._open_windows(exchange)
+        return {other: window.offer(self._layout, epoch) for other, window in self._windows.items()}
+
+    def _open_windows(self, exchange: Exchange) -> None:
+        others = [other for other in exchange.members if other != exchange.rank]
+        num_choices = expected_choices(
+            self._layout,
+            len(exchange.members),
+            tokens=self._config.window_tokens,
+            slack=self._config.window_slack,
+        )
         num_experts = max(map(len, exchange.experts))
-        others = [other for other in exchange.members if other != rank]
-        self._staging.resize(len(others))
+        # The widest dispatch window there can be: a peer that holds all experts of a layer.
+        self._staging.resize(
+            len(others), window_sizes(self._layout, self._layout.num_logical, num_choices)
+        )
         for other in others:
             self._windows[other] = ReceiveWindow(
-                self._engine, self._layout, peer=members[other], num_experts=num_experts
+                self._engine,
+                self._layout,
+                peer=self._members[other],
+                num_experts=num_experts,
+                num_choices=num_choices,
             )
-        return {other: window.offer(self._layout, epoch) for other, window in self._windows.items()}
 
     def install(self, offers: Mapping[int, bytes]) -> None:
         """Start the prepared epoch: all other members' windows are in hand.
@@ -190,7 +210,9 @@ class TransferDispatcher(Dispatcher):
         outgoing = exchange.send(x, topk_ids, topk_weights, stamp)
         with self._losing_the_pass():
             delivery.send(
-                stamp, lambda member, part: exchange.write_dispatch(outgoing, member, part)
+                stamp,
+                partial(exchange.dispatch_bytes, outgoing),
+                partial(exchange.write_dispatch, outgoing),
             )
         self._sequence.expect(Call.DISPATCH_RECV, outgoing, stamp)
         return outgoing
@@ -207,7 +229,9 @@ class TransferDispatcher(Dispatcher):
         self._sequence.check(Call.DISPATCH_RECV, outgoing, stamp)
         exchange, delivery = self._installed()
         with self._losing_the_pass():
-            rows, handle = exchange.receive(outgoing, delivery.receive(stamp, timeout_s))
+            rows, handle = exchange.receive(
+                outgoing, delivery.receive(stamp, outgoing.shared, timeout_s)
+            )
         self._sequence.expect(Call.COMBINE_SEND, handle, stamp)
         return rows, handle
 
@@ -223,7 +247,9 @@ class TransferDispatcher(Dispatcher):
         returning = exchange.returning(expert_out, handle, stamp)
         with self._losing_the_pass():
             delivery.send(
-                stamp, lambda member, part: exchange.write_combine(returning, member, part)
+                stamp,
+                partial(exchange.combine_bytes, returning),
+                partial(exchange.write_combine, returning),
             )
         self._sequence.expect(Call.COMBINE_RECV, returning, stamp)
         return returning
@@ -238,7 +264,7 @@ class TransferDispatcher(Dispatcher):
         self._sequence.check(Call.COMBINE_RECV, returning, stamp)
         exchange, delivery = self._installed()
         with self._losing_the_pass():
-            out = exchange.finish(returning, delivery.receive(stamp, timeout_s))
+            out = exchange.finish(returning, delivery.receive(stamp, returning.shared, timeout_s))
         self._sequence.combined(stamp)
         return out
 

@@ -180,6 +180,7 @@ class Incarnation:
             num_layers=spec.num_moe_layers,
             dtype=self._weights.dtype,
             max_tokens=self._config.scheduler.token_budget,
+            microbatches=self._config.dispatch.microbatches,
         )
 
     def _loader(self, engine: TransferEngine, slabs: Slabs, access: PoolAccess) -> ExpertLoader:

@@ -22,11 +22,16 @@ EVEN = ExpertMap.even(num_layers=2, num_logical=5, ranks=[0, 1])
 
 @contextmanager
 def pair(
-    *, timeout_s: float = 20.0, layouts: Sequence[DispatchLayout] = (LAYOUT, LAYOUT)
+    *,
+    timeout_s: float = 20.0,
+    layouts: Sequence[DispatchLayout] = (LAYOUT, LAYOUT),
+    **config: object,
 ) -> Iterator[list[TransferDispatcher]]:
     engines = [TransferEngine(TransferConfig(), name=NAMES[r], secret=b"test") for r in range(2)]
     dispatchers = [
-        TransferDispatcher(engine, DispatchConfig(pass_timeout_s=timeout_s), layout=layout)
+        TransferDispatcher(
+            engine, DispatchConfig(pass_timeout_s=timeout_s, **config), layout=layout
+        )
         for engine, layout in zip(engines, layouts, strict=True)
     ]
     with engines[0], engines[1]:

@@ -26,13 +26,16 @@ class DispatchRank:
         layout: DispatchLayout = LAYOUT,
         backend: TransferBackend = TransferBackend.AUTO,
         pass_timeout_s: float = 20.0,
+        **config: object,
     ) -> None:
         self.board, self.layout = board, layout
         self.engine = TransferEngine(
             TransferConfig(backend=backend), name=self.name_of(board.rank), secret=SECRET
         )
         self.dispatcher = TransferDispatcher(
-            self.engine, DispatchConfig(pass_timeout_s=pass_timeout_s), layout=layout
+            self.engine,
+            DispatchConfig(pass_timeout_s=pass_timeout_s, **config),
+            layout=layout,
         )
         self.generator = torch.Generator()
 

@@ -17,10 +17,10 @@ from tests.support.ranks import Board, run_ranks
 TWO = dataclasses.replace(LAYOUT, microbatches=2)
 
 
-def check_overlap(board: Board, backend: TransferBackend, seed: int) -> int:
+def check_overlap(board: Board, backend: TransferBackend, slack: float, seed: int) -> int:
     ranks = list(range(board.world_size))
     chance = random.Random(seed + board.rank)
-    with DispatchRank(board, layout=TWO, backend=backend) as mine:
+    with DispatchRank(board, layout=TWO, backend=backend, window_slack=slack) as mine:
         mine.generator.manual_seed(seed + 1 + board.rank)
         mine.install(1, ranks, draw_map(TWO, ranks, torch.Generator().manual_seed(seed)))
         dispatcher, exchanges = mine.dispatcher, 0
@@ -46,10 +46,12 @@ def check_overlap(board: Board, backend: TransferBackend, seed: int) -> int:
                     exchanges += 1
             dispatcher.end_pass()
         board.exchange("done", None)
+        assert (dispatcher.statistics().grown_windows > 0) is (slack < 1)
         return exchanges
 
 
+@pytest.mark.parametrize("slack", [4.0, 0.1], ids=["wide windows", "windows that grow"])
 @pytest.mark.parametrize("backend", [TransferBackend.SHARED_MEMORY, TransferBackend.TCP])
-def test_microbatches_overlap_and_keep_their_bits(backend):
+def test_microbatches_overlap_and_keep_their_bits(backend, slack):
     seed = random.randrange(1 << 32)
-    assert run_ranks(3, check_overlap, backend, seed, timeout_s=90) == [80, 80, 80], seed
+    assert run_ranks(3, check_overlap, backend, slack, seed, timeout_s=90) == [80, 80, 80], seed

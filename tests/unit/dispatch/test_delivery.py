@@ -11,7 +11,7 @@ import pytest
 from dispatch import PassFailed
 from dispatch.delivery import Delivery, immediate_of
 from dispatch.message import Stamp
-from dispatch.windows import SendWindow
+from dispatch.windows import SendWindow, StagedPart
 from transfer import AccessRefused, EngineClosed, ImmediateTimeout, Interrupted, PeerLost
 
 PEERS = {2: "two", 5: "five", 9: "nine"}
@@ -66,10 +66,13 @@ def delivery_on(engine: ScriptedEngine) -> Delivery:
         epoch=3,
         timeout_s=TIMEOUT_S,
         peers=PEERS,
-        windows={rank: SimpleNamespace(parts=(part, part)) for rank in PEERS},
+        windows={rank: SimpleNamespace(parts=[part, part]) for rank in PEERS},
         targets={rank: SendWindow(f"key-{rank}", [640, 64]) for rank in PEERS},
         staging=SimpleNamespace(
-            region="staging", parts=[(part, part)] * 3, offsets=[(0, 64), (128, 192), (256, 320)]
+            parts=[
+                [StagedPart("staging", at, part), StagedPart("staging", at + 64, part)]
+                for at in (0, 128, 256)
+            ]
         ),
         counters=SimpleNamespace(sent_bytes=0, waited_s=0.0),
     )
@@ -80,8 +83,8 @@ def exchange(engine: ScriptedEngine, stamp: Stamp = STAMP):
 
 
 def exchange_on(delivery: Delivery, stamp: Stamp, **options):
-    delivery.send(stamp, lambda member, part: 64)
-    return delivery.receive(stamp, **options)
+    delivery.send(stamp, lambda member: 64, lambda member, part: 64)
+    return delivery.receive(stamp, b"", **options)
 
 
 def silent(*ranks: int) -> ImmediateTimeout:
