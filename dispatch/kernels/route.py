@@ -195,14 +195,18 @@ def route(topk_ids: torch.Tensor, slots: ExpertSlots) -> Routed:
     """
     check_operand("topk_ids", topk_ids, (None, None), IDS)
     (num_tokens, topk), device = topk_ids.shape, topk_ids.device
-    num_choices = num_tokens * topk
-    check_range("choices", num_choices, 0, CHOICES_MAX)
+    check_range("choices", num_tokens * topk, 0, CHOICES_MAX)
     slots.check(device)
     if not runs_kernel(device):
         return route_torch(topk_ids, slots)
     out = Routed.empty(topk_ids, slots)
-    if not num_choices:
-        return out
+    if num_tokens * topk:
+        _start(topk_ids, slots, out)
+    return out
+
+
+def _start(topk_ids: torch.Tensor, slots: ExpertSlots, out: Routed) -> None:
+    num_choices, topk, device = topk_ids.numel(), topk_ids.shape[1], topk_ids.device
     num_slots, num_members = slots.num_slots, slots.num_members
     run = max(1, RUN // topk) * topk
     num_runs = cdiv(num_choices, run)
@@ -278,7 +282,6 @@ def route(topk_ids: torch.Tensor, slots: ExpertSlots) -> Routed:
         **blocks,
         BLOCK_W=power_of_two(num_members + 1),
     )
-    return out
 
 
 def route_torch(topk_ids: torch.Tensor, slots: ExpertSlots) -> Routed:
