@@ -1,0 +1,116 @@
+"""What runs on expert rows, as machine code for four GPUs, within its budget and without a spill.
+
+The launches have the tile sizes, depths and alignments of real ones: hidden 7168, top-8, and 8, 64
+or 256 rows for an expert. Experts are few and narrow, for these are only counted at run time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dispatch.kernels import combine, grouped_gemm, grouped_gemm_fp8
+from tests.support.compiled_kernels import TARGETS, Launch, compiled, recorded
+
+T, E, N, K, H = 16, 2, 256, 8, 7168
+FEW, SOME, MANY = 8, 64, 256
+E4M3 = torch.float8_e4m3fn
+NO_FP8 = "sm_80"  # its tensor cores have none
+
+# Case and target: registers of a thread, bytes of shared memory of a program.
+BUDGETS = {
+    "combine": {"sm_80": (48, 0), "sm_90": (48, 0), "sm_100": (64, 0), "gfx942": (48, 0)},
+    "partial": {"sm_80": (40, 4096), "sm_90": (40, 4096), "sm_100": (40, 4096), "gfx942": (48, 0)},
+    "gemm few": {
+        "sm_80": (80, 61440),
+        "sm_90": (72, 61440),
+        "sm_100": (72, 61440),
+        "gfx942": (64, 18432),
+    },
+    "gemm some": {
+        "sm_80": (176, 73728),
+        "sm_90": (136, 98304),
+        "sm_100": (104, 98336),
+        "gfx942": (96, 24576),
+    },
+    "gemm many": {
+        "sm_80": (176, 98304),
+        "sm_90": (128, 131072),
+        "sm_100": (104, 131104),
+        "gfx942": (128, 32768),
+    },
+    "fp8 few": {"sm_90": (80, 30720), "sm_100": (80, 30720), "gfx942": (128, 18432)},
+    "fp8 some": {"sm_90": (216, 98304), "sm_100": (192, 98336), "gfx942": (168, 24576)},
+    "fp8 many": {"sm_90": (208, 131072), "sm_100": (192, 131104), "gfx942": (168, 24576)},
+}
+TENSOR_CORES = {
+    "sm_80": r"mma\.sync",
+    "sm_90": r"wgmma\.mma_async",
+    "sm_100": r"tcgen05\.mma",
+    "gfx942": r"v_mfma_f32",
+}
+CASES = [(case, target) for case, costs in BUDGETS.items() for target in costs]
+
+
+def gemm(mean: int) -> Callable[[], object]:
+    rows = torch.zeros(E * mean, H, dtype=torch.bfloat16)
+    weights = torch.zeros(E, N, H, dtype=torch.bfloat16)
+    bounds = torch.arange(E + 1) * mean
+    return lambda: grouped_gemm.grouped_gemm(rows, weights, bounds)
+
+
+def fp8(mean: int) -> Callable[[], object]:
+    rows, weights = torch.zeros(E * mean, H).to(E4M3), torch.zeros(E, N, H).to(E4M3)
+    row_scales, weight_scales = torch.zeros(E * mean, H // 128), torch.zeros(E, 2, H // 128)
+    bounds = torch.arange(E + 1) * mean
+    return lambda: grouped_gemm_fp8.grouped_gemm_fp8(
+        rows, row_scales, weights, weight_scales, bounds
+    )
+
+
+def sums(out_dtype: torch.dtype) -> Callable[[], object]:
+    rows, slots = torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, K, dtype=torch.int64)
+    return lambda: combine.combine(rows, slots, torch.zeros(T, K), out_dtype=out_dtype)
+
+
+def launch_of(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """The one launch of a case, as the operation makes it on a host with such a GPU."""
+    calls = {
+        "combine": (sums(torch.bfloat16), combine),
+        "partial": (sums(torch.float32), combine),
+        "gemm few": (gemm(FEW), grouped_gemm),
+        "gemm some": (gemm(SOME), grouped_gemm),
+        "gemm many": (gemm(MANY), grouped_gemm),
+        "fp8 few": (fp8(FEW), grouped_gemm_fp8),
+        "fp8 some": (fp8(SOME), grouped_gemm_fp8),
+        "fp8 many": (fp8(MANY), grouped_gemm_fp8),
+    }
+    call, module = calls[case]
+    if hasattr(module, "is_rocm"):
+        monkeypatch.setattr(module, "is_rocm", lambda: target.startswith("gfx"))
+    (launch,) = recorded(monkeypatch, call, module)
+    return launch
+
+
+def test_every_kernel_has_a_budget_wherever_it_can_run() -> None:
+    for case, costs in BUDGETS.items():
+        assert set(costs) == set(TARGETS) - ({NO_FP8} if "fp8" in case else set())
+
+
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize(("case", "target"), CASES)
+def test_kernels_compile_within_their_budgets(case, target, monkeypatch, tmp_path) -> None:
+    cost = compiled(launch_of(case, target, monkeypatch), target, tmp_path)
+    print(case, target, cost)
+    registers, shared_bytes = BUDGETS[case][target]
+    assert cost.spilled_bytes == 0
+    assert (cost.registers <= registers, cost.shared_bytes <= shared_bytes) == (True, True)
+    if case in ("combine", "partial"):
+        # The bits of the reference: no product is added without having been rounded.
+        assert not re.search(r"\bfma\b|fma\.rn|v_(pk_)?fma|v_fmac|v_mad_f32", cost.code)
+        assert re.search(r"mul\.rn|v_(pk_)?mul_f32", cost.code)
+    elif not case.endswith("few"):
+        assert re.search(TENSOR_CORES[target], cost.code)
