@@ -16,11 +16,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, Protocol, TypeVar
 
+from transfer.alarm import Alarm
 from transfer.errors import EngineClosed
 
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.02
+# How long something is left to whoever is about to do it (`call_soon`).
+SOON_S: Final = 0.002
 JOIN_S: Final = 5.0
 READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
@@ -47,6 +50,7 @@ class EventLoop:
         self._on_tick = on_tick
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
+        self._later: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"transfer-{name}", daemon=True)
         self._stopping = False
         self.failure: BaseException | None = None
@@ -55,6 +59,8 @@ class EventLoop:
         """Start the thread."""
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._alarm = Alarm()
+        self._epoll.register(self._alarm.fileno(), READABLE)
         self._epoll.register(self._wakeup, READABLE)
         self._thread.start()
 
@@ -74,6 +80,7 @@ class EventLoop:
         """Close the descriptors without a word: the end of `stop`, and the way out after a fork."""
         self._epoll.close()
         os.close(self._wakeup)
+        self._alarm.close()
 
     @property
     def is_current(self) -> bool:
@@ -104,6 +111,14 @@ class EventLoop:
         """Run `function` soon on the thread."""
         self._calls.append(function)
         self._wake()
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Run `function` on the thread within a tick or two, without waking it now.
+
+        For what somebody else will most likely have done by then.
+        """
+        self._later.append(function)
+        self._alarm.set(SOON_S)
 
     def ask(self, function: Callable[[], T], timeout_s: float = JOIN_S) -> T:
         """Run `function` on the thread and return its result; runs at once on the thread itself.
@@ -166,6 +181,10 @@ class EventLoop:
         for fd, events in self._epoll.poll(timeout_s):
             if fd == self._wakeup:
                 os.eventfd_read(self._wakeup)
+            elif fd == self._alarm.fileno():
+                self._alarm.clear()
+                for _ in range(len(self._later)):
+                    self._later.popleft()()
             elif (handler := self._handlers.get(fd)) is not None:
                 handler(events)
         # Only what is queued now: calls that queue calls must not starve the sockets.

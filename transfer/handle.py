@@ -19,8 +19,8 @@ DRIVE_S: Final = 0.02
 class Progress(Protocol):
     """What a waiting thread can drive: a `RailLink`."""
 
-    def progress(self, timeout_s: float) -> bool:
-        """Move bytes until something ended; False at once if that is another thread's now."""
+    def progress(self, handle: Transfer, timeout_s: float) -> bool:
+        """Move bytes until something ended; False at once if threads can't help now."""
 
     def leave(self) -> None:
         """Let the engine's thread do so again, if the caller has done it."""
@@ -43,24 +43,23 @@ class Transfer:
         link: what a thread that waits may drive, if one link alone carries it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_callbacks",
-        "_error",
-        "_event",
-        "_finished",
-        "_lock",
-        "attempts",
-        "backend",
-        "bytes_moved",
-        "deadline",
-        "link",
-        "nbytes",
-        "operation",
-        "peer",
-        "rail",
-        "started",
-    )
+    # What most transfers leave as it is: making one sets only what differs.
+    peer: str
+    operation: str
+    nbytes: int
+    deadline: float
+    started: float
+    backend = "tcp"
+    bytes_moved = 0
+    attempts = 1
+    rail: object = None
+    link: Progress | None = None
+    _error: TransferError | None = None
+    _finished = False
+    # Made by the first who has to wait: most transfers have ended when they are returned.
+    _event: threading.Event | None = None
+    _callbacks: tuple[Callable[[], object], ...] = ()
+    _lock: threading.Lock
 
     def __init__(
         self, *, peer: str, operation: str, backend: str, nbytes: int, deadline: float
@@ -69,18 +68,9 @@ class Transfer:
         self.operation = operation
         self.backend = backend
         self.nbytes = nbytes
-        self.bytes_moved = 0
-        self.attempts = 1
-        self.rail: object = None
-        self.link: Progress | None = None
         self.deadline = deadline
         self.started = time.monotonic()
-        self._error: TransferError | None = None
-        self._finished = False
         self._lock = threading.Lock()
-        # Made by the first who has to wait: most transfers have ended when they are returned.
-        self._event: threading.Event | None = None
-        self._callbacks: list[Callable[[], object]] = []
 
     @classmethod
     def of_copy(cls, peer: str, operation: str, nbytes: int) -> Transfer:
@@ -90,11 +80,7 @@ class Transfer:
         transfer.operation = operation
         transfer.backend = "shared_memory"
         transfer.nbytes = transfer.bytes_moved = nbytes
-        transfer.attempts = 1
-        transfer.rail = None
-        transfer.link = None
         transfer.deadline = transfer.started = time.monotonic()
-        transfer._error = None
         transfer._finished = True
         return transfer
 
@@ -139,7 +125,7 @@ class Transfer:
                 if led is not None and led is not self.link:
                     led.leave()
                 led = self.link
-                if led is None or not led.progress(min(remaining, DRIVE_S)):
+                if led is None or not led.progress(self, min(remaining, DRIVE_S)):
                     if led is not None:
                         led.leave()
                     self._sleep(remaining)
@@ -171,7 +157,7 @@ class Transfer:
         if not self._finished:
             with self._lock:
                 if not self._finished:
-                    self._callbacks.append(callback)
+                    self._callbacks += (callback,)
                     if self.link is not None:
                         self.link.attend()
                     return
@@ -186,7 +172,7 @@ class Transfer:
             self._finished = True
             if self._event is not None:
                 self._event.set()
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self._callbacks = self._callbacks, ()
         for callback in callbacks:
             callback()
         return True

@@ -319,19 +319,48 @@ static void load_request(Request *request, const uint8_t *p)
     memcpy(request->token, p + 44, TOKEN_BYTES);
 }
 
+static void store16(uint8_t *p, uint16_t value)
+{
+    value = htole16(value);
+    memcpy(p, &value, sizeof value);
+}
+
+static void store32(uint8_t *p, uint32_t value)
+{
+    value = htole32(value);
+    memcpy(p, &value, sizeof value);
+}
+
+static void store64(uint8_t *p, uint64_t value)
+{
+    value = htole64(value);
+    memcpy(p, &value, sizeof value);
+}
+
+static void store_request(uint8_t *p, const Request *request, const char *token)
+{
+    store16(p, MAGIC);
+    p[2] = request->kind;
+    p[3] = request->flags;
+    store32(p + 4, request->slice_idx);
+    store32(p + 8, request->num_slices);
+    store32(p + 12, request->num_pieces);
+    store32(p + 16, request->immediate);
+    store64(p + 20, request->nbytes);
+    store64(p + 28, request->transfer_id);
+    store64(p + 36, request->oldest);
+    memcpy(p + 44, token, TOKEN_BYTES);
+}
+
 static void store_reply(uint8_t *p, int status, uint32_t slice_idx, uint64_t transfer_id,
                         uint64_t nbytes)
 {
-    uint16_t magic = htole16(MAGIC);
-    slice_idx = htole32(slice_idx);
-    transfer_id = htole64(transfer_id);
-    nbytes = htole64(nbytes);
-    memcpy(p, &magic, 2);
+    store16(p, MAGIC);
     p[2] = (uint8_t)status;
     p[3] = 0;
-    memcpy(p + 4, &slice_idx, 4);
-    memcpy(p + 8, &transfer_id, 8);
-    memcpy(p + 16, &nbytes, 8);
+    store32(p + 4, slice_idx);
+    store64(p + 8, transfer_id);
+    store64(p + 16, nbytes);
 }
 
 /* A list of places that bytes fill, or come from, in order. The elements are consumed in place. */
@@ -710,16 +739,11 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 /* A request of n pieces, its table and its places still to be filled in. NULL with an exception
  * set. The block is the job, the places (one more for the header, one for an answer's place), then
  * the header and the table. */
-static Job *new_job(PyObject *header, bool writes, size_t n, uint64_t nbytes)
+static Job *new_job(const uint8_t *header, bool writes, size_t n, uint64_t nbytes)
 {
-    char *bytes;
-    Py_ssize_t size;
-    if (PyBytes_AsStringAndSize(header, &bytes, &size) < 0)
-        return NULL;
     Request request;
-    if (size == REQUEST_BYTES)
-        load_request(&request, (const uint8_t *)bytes);
-    if (size != REQUEST_BYTES || request.num_pieces != n || request.nbytes != nbytes) {
+    load_request(&request, header);
+    if (request.num_pieces != n || request.nbytes != nbytes) {
         PyErr_SetString(PyExc_ValueError, "the pieces are not those of the header");
         return NULL;
     }
@@ -730,7 +754,7 @@ static Job *new_job(PyObject *header, bool writes, size_t n, uint64_t nbytes)
         return NULL;
     }
     uint8_t *head = (uint8_t *)&job->iovecs[n + 2];
-    memcpy(head, bytes, REQUEST_BYTES);
+    memcpy(head, header, REQUEST_BYTES);
     job->iovecs[0] = (struct iovec){head, head_bytes};
     job->next = NULL;
     job->transfer_id = request.transfer_id;
@@ -792,14 +816,21 @@ static PyObject *lane_post(Lane *lane, PyObject *const *args, Py_ssize_t count)
 {
     uintptr_t base;
     Pieces pieces;
-    if (check_count(count, 7, "post"))
+    char *header;
+    Py_ssize_t header_bytes;
+    if (check_count(count, 7, "post") ||
+        PyBytes_AsStringAndSize(args[1], &header, &header_bytes) < 0)
         return NULL;
+    if (header_bytes != REQUEST_BYTES) {
+        PyErr_Format(PyExc_ValueError, "a header has %d bytes", REQUEST_BYTES);
+        return NULL;
+    }
     int writes = PyObject_IsTrue(args[2]);
     if (writes < 0 || take_address(args[3], &base) ||
         take_pieces(&pieces, args[5], args[4], args[6]))
         return NULL;
     size_t n = (size_t)pieces.count;
-    Job *job = new_job(args[1], writes, n, (uint64_t)pieces.nbytes);
+    Job *job = new_job((const uint8_t *)header, writes, n, (uint64_t)pieces.nbytes);
     for (size_t i = 0; job && i < n; i++)
         set_piece(job, n, i, base + (uintptr_t)pieces.source[i], pieces.target[i],
                   pieces.lengths[i]);
@@ -807,26 +838,61 @@ static PyObject *lane_post(Lane *lane, PyObject *const *args, Py_ssize_t count)
     return job ? queue_job(lane, job, args[0]) : NULL;
 }
 
-PyDoc_STRVAR(lane_post_one_doc,
-             "post_one(item, header, writes, address, offset, nbytes)\n--\n\n"
-             "Send a request of one piece: our address, the peer's offset.");
+PyDoc_STRVAR(lane_post_message_doc,
+             "post_message(item, kind, immediate, transfer_id, oldest, token, address, offset, "
+             "nbytes)\n--\n\nSend a write or read of one slice and one piece. A large one is left "
+             "to `push`. Returns False if the lane is broken or closed.");
 
-static PyObject *lane_post_one(Lane *lane, PyObject *const *args, Py_ssize_t count)
+static PyObject *lane_post_message(Lane *lane, PyObject *const *args, Py_ssize_t count)
 {
     uintptr_t address;
-    if (check_count(count, 6, "post_one"))
+    char *token;
+    Py_ssize_t token_bytes;
+    if (check_count(count, 9, "post_message") || take_address(args[6], &address) ||
+        PyBytes_AsStringAndSize(args[5], &token, &token_bytes) < 0)
         return NULL;
-    int writes = PyObject_IsTrue(args[2]);
-    if (writes < 0 || take_address(args[3], &address))
-        return NULL;
-    int64_t offset = PyLong_AsLongLong(args[4]), nbytes = PyLong_AsLongLong(args[5]);
+    long kind = PyLong_AsLong(args[1]);
+    bool signals = args[2] != Py_None;
+    unsigned long immediate = signals ? PyLong_AsUnsignedLong(args[2]) : 0;
+    uint64_t transfer_id = PyLong_AsUnsignedLongLong(args[3]);
+    uint64_t oldest = PyLong_AsUnsignedLongLong(args[4]);
+    int64_t offset = PyLong_AsLongLong(args[7]), nbytes = PyLong_AsLongLong(args[8]);
     if (PyErr_Occurred())
         return NULL;
-    Job *job = new_job(args[1], writes, 1, (uint64_t)nbytes);
+    if (token_bytes != TOKEN_BYTES || nbytes <= 0 || immediate > UINT32_MAX ||
+        (kind != WRITE_REQUEST && kind != READ_REQUEST)) {
+        PyErr_SetString(PyExc_ValueError, "neither a write nor a read of one piece");
+        return NULL;
+    }
+    uint8_t header[REQUEST_BYTES];
+    store_request(header, &(Request){.kind = (uint8_t)kind,
+                                     .flags = signals ? HAS_IMMEDIATE : 0,
+                                     .num_slices = 1,
+                                     .num_pieces = 1,
+                                     .immediate = (uint32_t)immediate,
+                                     .nbytes = (uint64_t)nbytes,
+                                     .transfer_id = transfer_id,
+                                     .oldest = oldest}, token);
+    Job *job = new_job(header, kind == WRITE_REQUEST, 1, (uint64_t)nbytes);
     if (!job)
         return NULL;
     set_piece(job, 1, 0, address, offset, nbytes);
     return queue_job(lane, job, args[0]);
+}
+
+PyDoc_STRVAR(lane_push_doc, "push()\n--\n\nSend what the kernel takes now, without the "
+                            "interpreter's lock. Returns whether all is sent.");
+
+static PyObject *lane_push(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&lane->mutex);
+    if (!lane->closed)
+        send_jobs(lane);
+    pthread_mutex_unlock(&lane->mutex);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(lane->sending == NULL);
 }
 
 /* (item, status, None), or with (descriptor, offset, nbytes) for a map request. */
@@ -961,7 +1027,9 @@ JUST_A_LOOK static PyObject *lane_unsent(Lane *lane, void *ignored)
 
 static PyMethodDef lane_methods[] = {
     {"post", (PyCFunction)(void (*)(void))lane_post, METH_FASTCALL, lane_post_doc},
-    {"post_one", (PyCFunction)(void (*)(void))lane_post_one, METH_FASTCALL, lane_post_one_doc},
+    {"post_message", (PyCFunction)(void (*)(void))lane_post_message, METH_FASTCALL,
+     lane_post_message_doc},
+    {"push", (PyCFunction)lane_push, METH_NOARGS, lane_push_doc},
     {"close", (PyCFunction)lane_close, METH_NOARGS, lane_close_doc},
     {"abandon", (PyCFunction)lane_abandon, METH_NOARGS, lane_abandon_doc},
     {"fileno", (PyCFunction)lane_fileno, METH_NOARGS, "fileno()\n--\n\nThe socket, -1 if closed."},

@@ -11,6 +11,7 @@ from transfer.backends.local import LocalBackend
 from transfer.backends.process_memory import Location
 from transfer.backends.shared_memory import Window
 from transfer.errors import AccessRefused, PeerLost, TransferError
+from transfer.express import EXPRESS_BYTES_MAX, Express
 from transfer.handle import Transfer
 from transfer.immediates import IMMEDIATE_MAX, ImmediateBoard
 from transfer.peer import PeerLink, PeerTable
@@ -18,10 +19,9 @@ from transfer.pieces import (
     Ints,
     Pieces,
     copy_between,
-    one_piece,
     out_of_bounds,
 )
-from transfer.priority import URGENT_BYTES_MAX, Priority, class_of
+from transfer.priority import Priority, class_of
 from transfer.region import Access, OfferTable, Region, RegionKey
 from transfer.slices import Operation
 from transfer.statistics import Tally
@@ -184,51 +184,19 @@ class Mover:
         if immediate is not None:
             check_integer("an immediate, 32-bit unsigned,", immediate, 0, IMMEDIATE_MAX)
         if window is None:
-            if nbytes > URGENT_BYTES_MAX or priority not in (None, Priority.ACTIVATIONS):
+            if nbytes > EXPRESS_BYTES_MAX or (not write and immediate is not None):
                 return None
-            pieces = one_piece(our_offset, their_offset, nbytes, write=write)
-            return self._post_at_once(link, region, key, pieces, nbytes, immediate, write=write)
+            message = Express(
+                peer, write, region, key.token, our_offset, their_offset, nbytes, immediate,
+                class_of(priority, nbytes, immediate, write=write), self._timeout_s,
+            )  # fmt: skip
+            return message if link.requests.post_express(message) else None
         ours, theirs = region.start + our_offset, window.start + their_offset
         if write:
             native.copy_one(theirs, ours, nbytes)
         else:
             native.copy_one(ours, theirs, nbytes)
         return self.account(link, nbytes, immediate, priority, write=write)
-
-    def _post_at_once(
-        self,
-        link: PeerLink,
-        region: Region,
-        key: RegionKey,
-        pieces: Pieces,
-        nbytes: int,
-        immediate: int | None,
-        *,
-        write: bool,
-    ) -> Transfer | None:
-        handle = Transfer(
-            peer=link.name,
-            operation="write" if write else "read",
-            backend="tcp",
-            nbytes=nbytes,
-            deadline=time.monotonic() + self._timeout_s,
-        )
-        operation = Operation(
-            kind=RequestKind.WRITE if write else RequestKind.READ,
-            handle=handle,
-            token=key.token,
-            region=region,
-            immediate=immediate,
-        )
-        if (not write and immediate is not None) or not link.requests.post_at_once(
-            operation, pieces
-        ):
-            return None
-        if write:
-            self._tally.wrote("tcp", nbytes, immediate is not None, Priority.ACTIVATIONS)
-        else:
-            self._tally.read("tcp", nbytes, Priority.ACTIVATIONS)
-        return handle
 
     def prepare(
         self, peer: str, region: Region, key: RegionKey, pieces: Pieces, *, write: bool

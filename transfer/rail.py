@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from transfer.express import Express
+from transfer.handle import Transfer
 from transfer.slices import Slice
 from transfer.wire import Status
 
@@ -80,13 +82,14 @@ class RailLink(Protocol):
         A failure is told to the sink later, from `progress` or the engine's thread.
         """
 
-    def progress(self, timeout_s: float) -> bool:
-        """Let a thread that waits for a slice of this link move its bytes, until something ended.
+    def progress(self, handle: Transfer, timeout_s: float) -> bool:
+        """Let a thread that waits for a transfer over this link move its bytes, until something
+        ended.
 
-        One thread at a time leads, from its first call until it calls `leave`.
+        It leads what carries the transfer's slices from its first call until it calls `leave`.
 
         Returns:
-            False, at once, if another thread is at it, or if threads cannot help.
+            False, at once, if other threads are at it, or if threads cannot help.
         """
 
     def leave(self) -> None:
@@ -116,11 +119,24 @@ class RailLink(Protocol):
         """Close the descriptors only, touching no lock: the way out after a fork."""
 
 
+class ExpressLink(RailLink, Protocol):
+    """A link that also takes the short way."""
+
+    def post_express(self, message: Express) -> bool:
+        """Send a small one, take a large one; never blocks. False if there is no lane for it."""
+
+    def push(self, message: Express) -> None:
+        """Send of a large one what the kernel takes now. The caller holds no lock."""
+
+
 class SliceSink(Protocol):
     """Who hears how slices ended: the sprayer. Any thread, with no lock of the link held."""
 
     def done(self, link: RailLink, finished: Sequence[tuple[Slice, Status]]) -> None:
         """Slices were answered by the owner, well or with a refusal. At most once per post."""
+
+    def arrived(self, message: Express) -> None:
+        """A transfer of the short way was answered, and well."""
 
     def failed(self, link: RailLink, slices: Sequence[Slice], evidence: str) -> None:
         """Slices were lost, and the link goes on (one of its connections broke)."""

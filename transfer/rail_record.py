@@ -7,6 +7,7 @@ from typing import Final
 
 from transfer.rail import RailName, RailState
 from transfer.slices import Slice
+from transfer.statistics import RailStatistics
 
 # Taken for true until something was measured: high, so that an unknown rail is tried.
 BANDWIDTH_GUESS: Final = 1e9
@@ -136,6 +137,21 @@ class RailRecord:
         smallest = min(part.nbytes for part in self.out)
         patience = max(self.stall_s, STALL_SLICES * smallest / self.bandwidth)
         return now - self.progressed_at > patience
+
+    def statistics(self, peer: str) -> RailStatistics:
+        """Return what can be told about it."""
+        return RailStatistics(
+            peer=peer,
+            rail=str(self.name),
+            state=self.state.value,
+            open=self.open,
+            bytes=self.bytes_done,
+            slices=self.slices_done,
+            bandwidth=self.bandwidth if self.measured else 0.0,
+            failures=self.failures,
+            retries=self.retries,
+            bytes_in_flight=self.out_bytes,
+        )
 
     def _measure(self, nbytes: int, now: float) -> None:
         self.sample_bytes += nbytes

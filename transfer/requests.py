@@ -13,14 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
-from transfer.errors import AccessRefused, PeerLost, RegionUnknown, TransferError
+from transfer.errors import TransferError
 from transfer.event_loop import EventLoop
+from transfer.express import Express
 from transfer.handle import Transfer
+from transfer.outcomes import loss, refusal
 from transfer.pieces import EMPTY, Pieces
-from transfer.priority import Priority
-from transfer.rail import RailLink
+from transfer.priority import URGENT_BYTES_MAX, Priority
+from transfer.rail import ExpressLink, RailLink
 from transfer.rail_record import STALL_S_ENDING, RailRecord
 from transfer.region import Region
 from transfer.slices import Operation, Slice, add_signal, slice_operation
@@ -70,8 +72,8 @@ class Requests:
         self._links: list[RailLink | None] = [None] * num_rails
         self._core = SprayCore(num_rails, shares=shares, room=self._room)
         self._closed: TransferError | None = None
-        # The only rail's link, where there is one that takes messages the short way.
-        self.express: RailLink | None = None
+        # The only rail's link, where there is one that takes the short way.
+        self.express: ExpressLink | None = None
         self.tally = tally
 
     def submit(self, operation: Operation, pieces: Pieces) -> None:
@@ -103,25 +105,26 @@ class Requests:
             core.enqueue(operation)
             self._pump(now)
 
-    def post_at_once(self, operation: Operation, pieces: Pieces) -> bool:
-        """Take a small urgent operation of one slice and send it; False if it is not that easy.
+    def post_express(self, message: Express) -> bool:
+        """Take a transfer the short way; False if it has to go the long one.
 
-        The short way through `submit`, for messages whose latency counts: there is one rail, it
-        is well, nothing is queued.
+        There is one rail, it is well, nothing is queued.
         """
-        core, link = self._core, self.express
-        handle = operation.handle
-        part = Slice(operation, 0, pieces, handle.nbytes)
-        operation.slices.append(part)
+        core = self._core
         with self._lock:
-            if link is None or len(core.operations) >= OPERATIONS_MAX or link.room(True) <= 0:
+            link = self.express
+            if link is None or len(core.operations) >= OPERATIONS_MAX:
                 return False
-            operation.queued_at = handle.started
-            if not core.post_express(operation, part, handle.started):
+            message.rail, message.link = link.rail, link
+            if not core.post_express(message):
                 return False
-            handle.rail, handle.link = link.rail, link
-            link.post(part)
-        self.tally.waited(operation.priority, 0.0)
+            if not link.post_express(message):
+                core.take_back(message)
+                return False
+        self.tally.sent_express(message.nbytes, message.writes, message.immediate is not None,
+                                message.priority)  # fmt: skip
+        if message.nbytes > URGENT_BYTES_MAX:
+            link.push(message)
         return True
 
     def fetch_place(self, token: bytes, deadline: float) -> tuple[int, int, int]:
@@ -173,8 +176,9 @@ class Requests:
         """Fail everything, now and from now on. On the engine's thread."""
         with self._lock:
             self._closed = error
-            operations = list(self._core.operations.values())
-            ended = [self._end(op, self._describe_loss(op, error)) for op in operations]
+            self._core.unfold_all()
+            operations = cast("list[Operation]", list(self._core.operations.values()))
+            ended = [self._end(op, loss(op.handle, error)) for op in operations]
             for rail in self._core.rails:
                 self._drop_link(rail)
                 rail.open = False
@@ -195,27 +199,14 @@ class Requests:
         with self._lock:
             known = [rail for rail in self._core.rails if rail.name is not None]
             known.sort(key=lambda r: order.index(r.idx) if r.idx in order else len(order))
-            return [
-                RailStatistics(
-                    peer=self._peer,
-                    rail=str(rail.name),
-                    state=rail.state.value,
-                    open=rail.open,
-                    bytes=rail.bytes_done,
-                    slices=rail.slices_done,
-                    bandwidth=rail.bandwidth if rail.measured else 0.0,
-                    failures=rail.failures,
-                    retries=rail.retries,
-                    bytes_in_flight=rail.out_bytes,
-                )
-                for rail in known
-            ]
+            return [rail.statistics(self._peer) for rail in known]
 
     def done(self, link: RailLink, finished: Sequence[tuple[Slice, Status]]) -> None:
         """Slices were answered by the owner."""
         ended: list[_Ended] = []
         with self._lock:
             now = time.monotonic()
+            self._book([part for part, _ in finished])
             rail = self._rail_of(link)
             for part, status in finished:
                 self._settle(part, rail, status, now, ended)
@@ -223,9 +214,27 @@ class Requests:
                 self._pump(now)
         self._report(ended)
 
+    def arrived(self, message: Express) -> None:
+        """A transfer of the short way was answered, and well."""
+        core = self._core
+        with self._lock:
+            if message.part is None:
+                core.finish_express(message)
+                full = len(core.operations) == OPERATIONS_MAX - 1
+                if full:
+                    self._changed.notify_all()
+                if core.num_queued:
+                    self._pump(time.monotonic())
+        if message.part is not None:  # it met trouble, but has come through
+            self.done(cast("RailLink", message.link), [(message.part, Status.OK)])
+            return
+        message.bytes_moved = message.nbytes
+        message.finish()
+
     def failed(self, link: RailLink, slices: Sequence[Slice], evidence: str) -> None:
         """Slices were lost, the link goes on."""
         with self._lock:
+            self._book(slices)
             rail = self._rail_of(link)
             if rail is not None:
                 self._tell(rail, evidence, self._core.fail(list(slices), rail))
@@ -234,6 +243,7 @@ class Requests:
     def broken(self, link: RailLink, evidence: str) -> None:
         """A link is over: its slices go out over other rails, or over this one once it is back."""
         with self._lock:
+            self._core.unfold_all()
             rail = self._rail_of(link)
             if rail is not None:
                 now = time.monotonic()
@@ -301,7 +311,7 @@ class Requests:
             rail.name = link.rail
             self._links[rail.idx] = link
             if len(self._links) == 1 and link.orders_immediates:
-                self.express = link
+                self.express = cast("ExpressLink", link)
             rail.repeats = link.drops_late_writes
             if not rail.repeats:
                 rail.stall_s = max(rail.stall_s, STALL_S_ENDING)
@@ -325,7 +335,7 @@ class Requests:
             if rail is not None:
                 rail.complete(part, now)
             self.tally.add(operation.handle.backend, refused=1)
-            ended.append(self._end(operation, _refusal(self._peer, status)))
+            ended.append(self._end(operation, refusal(self._peer, status)))
         else:
             first = not part.done
             whole = self._core.finish(part, rail, now)
@@ -341,6 +351,7 @@ class Requests:
             if link is None or (harmless and link.drops_late_writes):
                 continue
             others = link.give_up(parts)
+            self._book(others)
             for part in parts:
                 rail.forget(part)
             self._core.fail(list(others), rail)
@@ -359,7 +370,15 @@ class Requests:
             with self._changed:
                 self._changed.notify_all()
 
+    def _book(self, slices: Sequence[Slice]) -> None:
+        """See to it that those of the short way are known to the core as slices."""
+        for part in slices:
+            handle = part.operation.handle
+            if isinstance(handle, Express):
+                self._core.unfold(handle)
+
     def _drop_link(self, rail: RailRecord) -> None:
+        self._core.unfold_all()
         self.express = None
         link, self._links[rail.idx] = self._links[rail.idx], None
         if link is not None:
@@ -375,22 +394,3 @@ class Requests:
                     rail.name, self._peer, evidence, len(again))  # fmt: skip
         over_verbs = rail.name is not None and rail.name.backend == "verbs"
         self.tally.add("verbs" if over_verbs else "tcp", resends=len(again))
-
-    def _describe_loss(self, operation: Operation, error: TransferError) -> TransferError:
-        if not isinstance(error, PeerLost):
-            return error
-        handle = operation.handle
-        return PeerLost(
-            error.peer, error.evidence, backend=handle.backend, attempts=handle.attempts,
-            bytes_moved=handle.bytes_moved, elapsed_s=handle.elapsed_s, rail=handle.rail_name,
-        )  # fmt: skip
-
-
-def _refusal(peer: str, status: Status) -> AccessRefused:
-    if status is Status.UNKNOWN:
-        return RegionUnknown(peer, "the key was withdrawn, or never offered to us")
-    if status is Status.NO_RIGHT:
-        return AccessRefused(peer, "the key does not give this right")
-    if status is Status.GONE:
-        return AccessRefused(peer, "the memory is not there any more")
-    return AccessRefused(peer, "a piece is outside of the offered window")

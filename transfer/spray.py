@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from transfer.express import Express
 from transfer.priority import Priority
 from transfer.rail import RailState
 from transfer.rail_record import RailRecord
@@ -75,7 +76,7 @@ class SprayCore:
         self._urgent_at = float("-inf")
         self._next_id = 1
         # By transfer id, ascending: who is submitted later has the larger one.
-        self.operations: dict[int, Operation] = {}
+        self.operations: dict[int, Operation | Express] = {}
         self.num_queued = 0
 
     @property
@@ -144,24 +145,54 @@ class SprayCore:
             self._post(part, rail, waiting, now)
         return rail
 
-    def post_express(self, operation: Operation, part: Slice, now: float) -> bool:
-        """Take an urgent operation of one slice, for the only rail, if that is well and free.
+    def post_express(self, message: Express) -> bool:
+        """Take a transfer for the only rail, if that is well and nothing waits for it.
 
         What `add` and `post_at_once` do, for the case where there is nothing to choose.
         """
         rail = self.rails[0]
-        if self.num_queued or not rail.open or rail.state is not RailState.HEALTHY:
+        if self.num_queued or rail.state is not RailState.HEALTHY or not rail.open:
             return False
-        self.add(operation)
-        part.oldest = next(iter(self.operations))
-        waiting = self._classes[Priority.ACTIVATIONS]
-        virtual = max(waiting.virtual, self._virtual)
-        self._virtual = virtual
-        waiting.virtual = virtual + max(part.nbytes, COST_BYTES_MIN) / waiting.weight
-        part.attempts = 1
-        part.posted_at = self._urgent_at = now
-        rail.post(part, now)
+        if message.priority is Priority.ACTIVATIONS:
+            self._urgent_at = message.started
+        elif self._bulk_fits(rail, message.nbytes, message.started):
+            rail.out_bytes += message.nbytes
+        else:
+            return False
+        message.transfer_id = number = self._next_id
+        self._next_id = number + 1
+        self.operations[number] = message
+        message.oldest = next(iter(self.operations))
         return True
+
+    def finish_express(self, message: Express) -> None:
+        """It was answered, and well."""
+        self.take_back(message)
+        rail = self.rails[0]
+        rail.slices_done += 1
+        rail.bytes_done += message.nbytes
+
+    def take_back(self, message: Express) -> None:
+        """It is not under way (any more)."""
+        del self.operations[message.transfer_id]
+        if message.priority is not Priority.ACTIVATIONS:
+            self.rails[0].out_bytes -= message.nbytes
+
+    def unfold(self, message: Express) -> Operation:
+        """Keep the books of any other operation for one that has met trouble; idempotent."""
+        part = message.unfold()
+        if self.operations.get(message.transfer_id) is message:
+            self.operations[message.transfer_id] = part.operation
+            rail = self.rails[0]
+            if message.priority is not Priority.ACTIVATIONS:
+                rail.out_bytes -= message.nbytes
+            rail.post(part, message.started)
+        return part.operation
+
+    def unfold_all(self) -> None:
+        """Do so for all that are under way."""
+        for message in [op for op in self.operations.values() if isinstance(op, Express)]:
+            self.unfold(message)
 
     def choose(self, part: Slice, now: float) -> RailRecord | None:
         """Return the rail on which a slice should be done first; None if it is to wait."""
@@ -178,7 +209,7 @@ class SprayCore:
                 best, best_finish = rail, finish
         if best is None or self._room(best.idx, part.urgent) <= 0:
             return None
-        if not part.urgent and not self._bulk_fits(best, part, now):
+        if not part.urgent and not self._bulk_fits(best, part.nbytes, now):
             return None
         return best
 
@@ -261,7 +292,8 @@ class SprayCore:
 
     def late(self, now: float) -> list[Operation]:
         """Return the operations that are beyond their deadlines."""
-        return [op for op in self.operations.values() if op.handle.deadline <= now]
+        late = [op for op in self.operations.values() if op.handle.deadline <= now]
+        return [self.unfold(op) if isinstance(op, Express) else op for op in late]
 
     def end(self, operation: Operation) -> list[tuple[RailRecord, list[Slice]]]:
         """Forget an operation that ends, with its queued slices.
@@ -343,7 +375,7 @@ class SprayCore:
             return float(finish * PREFERENCE_FACTOR**place)
         return finish
 
-    def _bulk_fits(self, rail: RailRecord, part: Slice, now: float) -> bool:
+    def _bulk_fits(self, rail: RailRecord, nbytes: int, now: float) -> bool:
         under_way = rail.out_bytes - rail.urgent_bytes
         if not under_way:
             return True
@@ -351,4 +383,4 @@ class SprayCore:
             bound = max(rail.bandwidth * BULK_BESIDE_URGENT_S, BULK_BESIDE_URGENT_BYTES)
         else:
             bound = max(rail.bandwidth * BULK_S, BULK_BYTES_MIN)
-        return under_way + part.nbytes <= min(bound, BULK_BYTES_MAX)
+        return under_way + nbytes <= min(bound, BULK_BYTES_MAX)

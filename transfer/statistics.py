@@ -95,6 +95,7 @@ class TransferStatistics:
         refused_handshakes: callers that did not prove themselves, or were not wanted.
         malformed: connections closed because of bytes that make no sense.
         notifies_received: payloads given to the handlers.
+        control_resumes: control connections that went on over another socket.
         peers: connected now.
         offers: windows of our memory that are offered now.
     """
@@ -106,6 +107,7 @@ class TransferStatistics:
     refused_handshakes: int
     malformed: int
     notifies_received: int
+    control_resumes: int
     peers: int
     offers: int
 
@@ -121,7 +123,9 @@ class Tally:
         self._bytes = [0] * len(Priority)
         self._queued = [0] * len(Priority)
         self._queue_s = [0.0] * len(Priority)
-        self._totals = dict.fromkeys(("refused_handshakes", "malformed", "notifies_received"), 0)
+        self._totals = dict.fromkeys(
+            ("refused_handshakes", "malformed", "notifies_received", "control_resumes"), 0
+        )
 
     def add(self, backend: str, **amounts: int) -> None:
         """Add to counters of a backend."""
@@ -149,6 +153,18 @@ class Tally:
             counters["bytes_read"] += nbytes
             self._operations[priority] += 1
             self._bytes[priority] += nbytes
+
+    def sent_express(self, nbytes: int, writes: bool, signal: bool, priority: Priority) -> None:
+        """Count a transfer over tcp that left at once: `wrote` or `read`, and `waited`."""
+        with self._lock:
+            counters = self._backends["tcp"]
+            counters["operations"] += 1
+            counters["bytes_written" if writes else "bytes_read"] += nbytes
+            if signal:
+                counters["immediates"] += 1
+            self._operations[priority] += 1
+            self._bytes[priority] += nbytes
+            self._queued[priority] += 1
 
     def waited(self, priority: Priority, seconds: float) -> None:
         """Count how long an operation waited before its first slice left."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from transfer import native
-from transfer.backends.lane import PythonLane, python_progress
+from transfer.backends.python_lane import PythonLane, python_progress
 from transfer.backends.server import PythonServer
 from transfer.wire import (
     SLICE_BYTES,
@@ -20,6 +20,7 @@ from transfer.wire import (
     Request,
     RequestKind,
     encode_pieces,
+    parse_request,
 )
 
 KINDS = ["compiled", "python"] if native.COMPILED else ["python"]
@@ -39,6 +40,19 @@ def make_lane(kind: str, sock: socket.socket) -> Any:
 def progress(kind: str, lanes: Sequence[Any], timeout_s: float) -> list[tuple]:
     move = python_progress if kind == "python" else native.compiled.progress
     return move(lanes, timeout_s)
+
+
+def post_one(
+    lane: Any, item: object, head: bytes, writes: bool, address: int, offset: int, nbytes: int
+) -> bool:
+    """Post the request of a header, of one piece, the short way."""
+    request = parse_request(head)
+    assert (request.num_pieces, request.nbytes) == (1, nbytes)
+    assert writes == (request.kind is RequestKind.WRITE)
+    return lane.post_message(
+        item, request.kind.value, request.immediate, request.transfer_id, request.oldest,
+        request.token, address, offset, nbytes,
+    )  # fmt: skip
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

@@ -13,10 +13,11 @@ from typing import Final, Protocol
 
 from transfer.address_space import is_mapped
 from transfer.backends.incoming import IncomingWrites
-from transfer.backends.lane import memory_at
+from transfer.backends.python_lane import memory_at
 from transfer.landing import IOVEC_MAX, Landing, gather, scatter, spread
 from transfer.pieces import Ints, out_of_bounds
 from transfer.region import Access
+from transfer.tls_socket import TlsSocket, buffered, unsent
 from transfer.wire import (
     REQUEST,
     Reply,
@@ -79,11 +80,13 @@ class ServedConnection:
         self.peer = peer
         self.id = ident
         self.asking: Request | None = None
-        self.interest = select.EPOLLIN
         self._desk = desk
         self._outbox: deque[memoryview] = deque()
         # What the outbox reads from; it must not be sent once that was withdrawn.
         self._source: Offered | None = None
+        # Something may have been read already that `epoll` does not see.
+        self._resumes = isinstance(sock, TlsSocket)
+        self.interest = self.events
         self._await_request()
 
     def serve(self) -> None:
@@ -93,13 +96,16 @@ class ServedConnection:
             ProtocolViolation, OSError: the connection is over.
         """
         budget = TURN_BYTES
+        self._resumes = False
         try:
             while self.asking is None:
                 self._guard()
                 while not self._landing.remaining and not self._outbox and self.asking is None:
                     self._then()
                 self._send()
-                if self._outbox or self.asking is not None or budget <= 0:
+                if self._outbox or self.asking is not None:
+                    return
+                if unsent(self.sock) or (budget <= 0 and not buffered(self.sock)):
                     return
                 received = self._landing.receive(self.sock)
                 if not received:
@@ -113,7 +119,9 @@ class ServedConnection:
         """What to wait for."""
         if self.asking is not None:
             return 0
-        return select.EPOLLOUT if self._outbox else select.EPOLLIN
+        if self._outbox or unsent(self.sock):
+            return select.EPOLLOUT
+        return select.EPOLLIN | (select.EPOLLOUT if self._resumes else 0)
 
     def answer(self, status: Status, payload: bytes, descriptor: int) -> None:
         """Answer the map request; a few bytes, which fit into any socket's empty buffer."""
@@ -125,6 +133,7 @@ class ServedConnection:
         if self.sock.sendmsg([reply], rights) != len(reply):
             raise ConnectionError("send failed")
         self.asking = None
+        self._resumes = isinstance(self.sock, TlsSocket)
         self._await_request()
 
     def _send(self) -> None:
@@ -136,6 +145,8 @@ class ServedConnection:
                 sent -= self._outbox.popleft().nbytes
             if sent:
                 self._outbox[0] = self._outbox[0][sent:]
+        if isinstance(self.sock, TlsSocket):
+            self.sock.flush()
         self._source = None
 
     def _await_request(self) -> None:

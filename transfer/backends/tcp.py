@@ -1,9 +1,10 @@
 """The rail over sockets: lanes for urgent and for bulk slices, and who moves their bytes.
 
 A lane's bytes are moved by the thread that waits for them, if there is one, so that a small round
-trip needs no other thread of ours: it *leads*. Otherwise the engine's thread does. Small requests
-leave in the thread that posts them. Same-host peers use the same code over unix sockets, to map
-memory and for memory that cannot be mapped.
+trip needs no other thread of ours: it *leads* the lane. Otherwise the engine's thread does, after
+a moment in which somebody may begin to wait. Small requests leave in the thread that posts them.
+Same-host peers use the same code over unix sockets, to map memory and for memory that cannot be
+mapped.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
-from transfer.backends.lane import Finished, LaneLike, make_lane, progress, tune
+from transfer.backends.lane import LaneLike, lane_kind, tune
+from transfer.backends.python_lane import Finished
 from transfer.event_loop import READABLE, WRITABLE, EventLoop
+from transfer.express import Express
+from transfer.handle import Transfer
+from transfer.priority import Priority
 from transfer.rail import RailName, SliceSink
 from transfer.slices import Slice
 from transfer.statistics import Tally
@@ -31,17 +36,27 @@ LANE_SLICES: Final = 64
 UNATTENDED_MAX: Final = 4
 REDIAL_S: Final = 0.05
 STATUSES: Final = tuple(Status)
+# As integers: the compiled lane takes and gives them.
+OK: Final = Status.OK.value
+WRITE: Final = RequestKind.WRITE.value
+READ: Final = RequestKind.READ.value
 
 Dial = Callable[[Callable[[socket.socket | None], None]], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A lane in its rail. `interest` is what the engine's thread waits for."""
+    """A lane in its rail.
+
+    Attributes:
+        interest: what the engine's thread waits for.
+        leader: identity of the thread that leads it, 0 = none.
+    """
 
     lane: LaneLike
     urgent: bool
     interest: int
+    leader: int = 0
 
 
 class TcpRail:
@@ -80,10 +95,11 @@ class TcpRail:
         self._num_lanes = [1, 1]
         self._sole: list[_Entry | None] = [None, None]
         self._num_carried = [0, 0]
-        self._leader = 0  # identity of a thread
+        self._attends_soon = False
         self._dialing = False
         self._redial_at = 0.0
         self._closed = False
+        self._kind = lane_kind(sock)
         self._first: socket.socket | None = sock  # becomes the lane of whoever comes first
 
     def room(self, urgent: bool) -> int:
@@ -102,43 +118,62 @@ class TcpRail:
             if entry is not None and self._send(entry.lane, part):
                 self._carried[part] = entry
                 self._num_carried[entry.urgent] += 1
-                self._attend_to_posted(entry, part)
+                self._attend_to_posted(entry)
                 return
         # The link is breaking: whoever finds out will say so, but not about this slice.
         self._loop.call(lambda: self._sink.failed(self, [part], "no lane"))
 
-    def progress(self, timeout_s: float) -> bool:
-        """Lead: move the bytes of all lanes until something ended. See `leave`."""
+    def post_express(self, message: Express) -> bool:
+        """Send a small one, take a large one."""
+        urgent = message.priority is Priority.ACTIVATIONS
+        with self._lock:
+            entry = self._sole[urgent]
+            if entry is None or (not urgent and self._num_carried[False] > 1):
+                entry = self._choose(urgent)
+            if entry is None or not entry.lane.post_message(
+                message, WRITE if message.writes else READ, message.immediate,
+                message.transfer_id, message.oldest, message.token,
+                message.region.start + message.our_offset, message.their_offset, message.nbytes,
+            ):  # fmt: skip
+                return False
+            message.lane = entry
+            self._num_carried[entry.urgent] += 1
+            self._attend_to_posted(entry)
+        return True
+
+    def push(self, message: Express) -> None:
+        """Send of a large one what the kernel takes now."""
+        if not cast("_Entry", message.lane).lane.push():
+            self._call_soon()
+
+    def progress(self, handle: Transfer, timeout_s: float) -> bool:
+        """Lead the lanes that carry a transfer, until something ended. See `leave`."""
         me = threading.get_ident()
         with self._lock:
-            if self._leader not in (0, me) or self._closed:
-                return False
-            entries = []
-            lanes = []
-            for entry in self._entries:
-                if entry.lane.in_flight:
-                    entries.append(entry)
-                    lanes.append(entry.lane)
-                    if entry.interest:
-                        self._watch(entry, 0)
-            if not entries:  # whoever has received the answer is about to tell
-                return False
-            self._leader = me
-        self._report(progress(lanes, timeout_s), entries)
+            found = [e for e in self._lanes_of(handle) if e.leader in (0, me) and e.lane.in_flight]
+            for entry in found:
+                entry.leader = me
+                if entry.interest:
+                    self._watch(entry, 0)
+            if len(self._entries) > 1:
+                self._release(me, found)
+        if not found:  # whoever has received the answer, or leads, is about to tell
+            return False
+        self._report(self._kind.progress([entry.lane for entry in found], timeout_s), found)
         return True
 
     def leave(self) -> None:
-        """End the lead of the calling thread, if it has it: the engine's thread takes over."""
-        if self._leader == threading.get_ident():
-            with self._lock:
-                self._leader = 0
-                if self._carried:
-                    self._attend()
+        """End the leads of the calling thread: the engine's thread takes over."""
+        with self._lock:
+            self._release(threading.get_ident(), ())
 
     def attend(self) -> None:
-        """Let the engine's thread move the bytes, unless a thread leads. At every tick too."""
+        """Let the engine's thread move the bytes of lanes that nobody leads. At every tick too."""
         with self._lock:
-            self._attend()
+            self._attends_soon = False
+            for entry in self._entries:
+                if not entry.leader:
+                    self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
 
     def suspect(self, evidence: str) -> None:
         """Nothing to do: the owner drops what comes a second time."""
@@ -146,8 +181,11 @@ class TcpRail:
     def give_up(self, slices: Sequence[Slice]) -> list[Slice]:
         """Reset the lanes that carry any of these."""
         with self._lock:
-            hit = {self._carried[part] for part in slices if part in self._carried}
-            lost = [part for entry in hit for part in self._remove(entry) if part not in slices]
+            hit = [entry for entry in map(self._lane_of, slices) if entry in self._entries]
+            lost = []
+            for entry in hit:
+                if entry in self._entries:
+                    lost += [part for part in self._remove(entry) if part not in slices]
             if hit and not self._entries and not self._closed:
                 self._loop.call(lambda: self._sink.broken(self, "its operations were given up"))
                 self._closed = True
@@ -195,42 +233,68 @@ class TcpRail:
         base = 0 if operation.region is None else operation.region.start
         return lane.post(part, header, writes, base, ours, theirs, pieces.lengths)
 
-    def _attend_to_posted(self, entry: _Entry, part: Slice) -> None:
-        lane = entry.lane
-        unsent = WRITABLE if lane.unsent else 0
-        if self._leader:
-            # The thread that leads looks after its own, and after all that is to be received.
-            if unsent and self._leader != threading.get_ident():
-                self._watch(entry, WRITABLE)
-        elif unsent or part.operation.num_slices > 1 or lane.in_flight > UNATTENDED_MAX:
-            self._watch(entry, READABLE | unsent)
-        elif entry.interest:
-            # Most likely somebody is about to wait for it, and to lead: the engine's thread
-            # would only be woken in vain. The next tick attends to it if nobody does.
-            self._watch(entry, 0)
+    def _lanes_of(self, handle: Transfer) -> Sequence[_Entry]:
+        if type(handle) is Express and handle.part is None:
+            return (cast("_Entry", handle.lane),)
+        carried = self._carried.items()
+        found = {id(entry): entry for part, entry in carried if part.operation.handle is handle}
+        return list(found.values())
 
-    def _attend(self) -> None:
-        if not self._leader:
-            for entry in self._entries:
-                self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+    def _lane_of(self, part: Slice) -> _Entry | None:
+        handle = part.operation.handle
+        if type(handle) is Express and part not in self._carried:
+            return cast("_Entry", handle.lane)
+        return self._carried.get(part)
+
+    def _attend_to_posted(self, entry: _Entry) -> None:
+        if entry.leader:
+            # It sleeps, and looks after all that is to be received, but not for room to send.
+            if entry.lane.unsent and entry.leader != threading.get_ident():
+                self._watch(entry, WRITABLE)
+            return
+        # Most likely somebody is about to wait for it, and to lead: the engine's thread would
+        # only be woken in vain.
+        in_flight = entry.lane.in_flight
+        if entry.interest and in_flight == 1:
+            self._watch(entry, 0)
+        if not entry.urgent or in_flight > UNATTENDED_MAX:
+            self._call_soon()
+
+    def _call_soon(self) -> None:
+        if not self._attends_soon:
+            self._attends_soon = True
+            self._loop.call_soon(self.attend)
+
+    def _release(self, me: int, kept: Sequence[_Entry]) -> None:
+        for entry in self._entries:
+            if entry.leader == me and entry not in kept:
+                entry.leader = 0
+                if entry.lane.in_flight:
+                    self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
 
     def _on_event(self, entry: _Entry, events: int) -> None:
-        """The engine's thread: a lane is ready, and nobody leads (or it has ended)."""
-        self._report(progress([entry.lane], 0.0), [entry])
+        """The engine's thread: a lane is ready, and nobody leads it (or it has ended)."""
+        self._report(self._kind.progress([entry.lane], 0.0), [entry])
         with self._lock:
-            if entry in self._entries and not (self._leader and entry.lane.in_flight):
+            if entry in self._entries and not (entry.leader and entry.lane.in_flight):
                 self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
 
     def _report(self, finished: Sequence[Finished], entries: Iterable[_Entry]) -> None:
-        if finished:
-            done = []
+        done = []
+        for item, status, place in finished:
+            if type(item) is Express and status == OK:
+                with self._lock:
+                    self._num_carried[cast("_Entry", item.lane).urgent] -= 1
+                self._sink.arrived(item)
+                continue
+            part = item.unfold() if type(item) is Express else cast("Slice", item)
+            if place is not None:
+                part.operation.place = place
+            done.append((part, STATUSES[status]))
+        if done:
             with self._lock:
-                for item, status, place in finished:
-                    part = cast("Slice", item)
-                    if place is not None:
-                        part.operation.place = place
+                for part, _ in done:
                     self._forget(part)
-                    done.append((part, STATUSES[status]))
             self._sink.done(self, done)
         for entry in entries:
             evidence = entry.lane.evidence
@@ -255,7 +319,7 @@ class TcpRail:
     def _add(self, sock: socket.socket, urgent: bool) -> None:
         with suppress(OSError):  # it broke already, as its lane will say
             tune(sock)
-        entry = _Entry(make_lane(sock.detach()), urgent, READABLE)
+        entry = _Entry(self._kind.make(sock), urgent, READABLE)
         self._entries.append(entry)
         self._count_lanes()
         self._loop.watch(entry.lane, partial(self._on_event, entry), READABLE)
@@ -263,14 +327,16 @@ class TcpRail:
     def _remove(self, entry: _Entry) -> list[Slice]:
         self._entries.remove(entry)
         self._loop.unwatch(entry.lane)
-        lost = cast("list[Slice]", entry.lane.close())
+        items = entry.lane.close()
+        lost = [i.unfold() if type(i) is Express else cast("Slice", i) for i in items]
         for part in lost:
             self._forget(part)
         self._count_lanes()
         return lost
 
     def _forget(self, part: Slice) -> None:
-        entry = self._carried.pop(part, None)
+        entry = self._lane_of(part)
+        self._carried.pop(part, None)
         if entry is not None:
             self._num_carried[entry.urgent] -= 1
 

@@ -17,6 +17,7 @@ from tests.support.data_connections import (
     TOKEN,
     header,
     make_lane,
+    post_one,
     progress,
     rig,
     tcp_pair,
@@ -98,7 +99,7 @@ def test_many_requests_under_way_end_in_order(kind: str, rng) -> None:
         lane = make_lane(kind, owner.connect())
         for i in range(1, 2001):
             head = header(transfer_id=i, oldest=1, num_pieces=1, nbytes=500)
-            assert lane.post_one(i, head, True, source.ctypes.data + 500 * i, 500 * i, 500)
+            assert post_one(lane, i, head, True, source.ctypes.data + 500 * i, 500 * i, 500)
         done = finish(kind, [lane], 2000)
         assert [item for item, _, _ in done] == list(range(1, 2001))
         assert (owner.memory[500:1_000_500] == source[500:1_000_500]).all()
@@ -130,7 +131,7 @@ def test_refusals_come_back_as_statuses(kind: str) -> None:
         for i, (what, token, offset, _) in enumerate(cases, 1):
             head = header(what, transfer_id=i, oldest=i, num_pieces=1, nbytes=100, token=token)
             at = memory.ctypes.data
-            assert lane.post_one(i, head, what is RequestKind.WRITE, at, offset, 100)
+            assert post_one(lane, i, head, what is RequestKind.WRITE, at, offset, 100)
         done = finish(kind, [lane], len(cases))
         assert [status for _, status, _ in done] == [status.value for *_, status in cases]
         assert owner.server.take_counters() == (100, 4, 0)
@@ -194,13 +195,13 @@ def test_nonsense_breaks_the_lane(kind: str, nonsense: bytes) -> None:
     ours, theirs = tcp_pair()
     lane = make_lane(kind, ours)
     memory = np.zeros(10, dtype=np.uint8)
-    lane.post_one("a", header(num_pieces=1, nbytes=10), True, memory.ctypes.data, 0, 10)
+    post_one(lane, "a", header(num_pieces=1, nbytes=10), True, memory.ctypes.data, 0, 10)
     theirs.sendall(nonsense)
     end = time.monotonic() + SOON_S
     while lane.evidence is None and time.monotonic() < end:
         progress(kind, [lane], 0.05 if lane.in_flight else 0.0)
     assert lane.evidence.startswith("malformed")
-    assert not lane.post_one("b", header(num_pieces=1, nbytes=10), True, memory.ctypes.data, 0, 10)
+    assert not post_one(lane, "b", header(num_pieces=1, nbytes=10), True, memory.ctypes.data, 0, 10)
     lane.close()
     theirs.close()
 
@@ -212,7 +213,7 @@ def test_a_reply_before_its_request_is_complete_is_nonsense(kind: str) -> None:
     nbytes = 4 << 20
     for i in range(1, 16):
         head = header(transfer_id=i, oldest=1, num_pieces=1, nbytes=nbytes)
-        lane.post_one(i, head, True, memory.ctypes.data, 0, nbytes)
+        post_one(lane, i, head, True, memory.ctypes.data, 0, nbytes)
     progress(kind, [lane], 0.05)
     assert lane.unsent
     theirs.sendall(b"".join(reply(i) for i in range(1, 16)))
@@ -230,7 +231,7 @@ def test_closing_gives_back_what_was_not_answered(kind: str) -> None:
     for i in range(1, 4):
         head = header(RequestKind.READ, transfer_id=i, oldest=1, num_pieces=1, nbytes=8)
         memory = np.zeros(8, dtype=np.uint8)
-        lane.post_one(i, head, False, memory.ctypes.data, 0, 8)
+        post_one(lane, i, head, False, memory.ctypes.data, 0, 8)
     assert lane.close() == [1, 2, 3]
     assert lane.close() == []
     assert lane.fileno() == -1
@@ -244,7 +245,7 @@ def test_a_read_that_was_given_up_touches_nothing(kind: str) -> None:
     lane = make_lane(kind, ours)
     memory = np.zeros(1000, dtype=np.uint8)
     head = header(RequestKind.READ, num_pieces=1, nbytes=1000)
-    lane.post_one("read", head, False, memory.ctypes.data, 0, 1000)
+    post_one(lane, "read", head, False, memory.ctypes.data, 0, 1000)
     theirs.sendall(reply(1, nbytes=1000) + b"\1" * 400)
     end = time.monotonic() + SOON_S
     while memory.sum() < 400 and time.monotonic() < end:
@@ -263,7 +264,7 @@ def test_a_sleeping_thread_wakes_when_the_lane_is_closed(kind: str) -> None:
     lane = make_lane(kind, ours)
     memory = np.zeros(8, dtype=np.uint8)
     head = header(RequestKind.READ, num_pieces=1, nbytes=8)
-    lane.post_one("read", head, False, memory.ctypes.data, 0, 8)
+    post_one(lane, "read", head, False, memory.ctypes.data, 0, 8)
     thread = threading.Thread(target=progress, args=(kind, [lane], SOON_S))
     started = time.monotonic()
     thread.start()
@@ -291,13 +292,75 @@ def test_headers_must_fit_their_pieces(kind: str) -> None:
     lane = make_lane(kind, ours)
     one = header(num_pieces=1, nbytes=8)
     with pytest.raises(ValueError, match="pieces"):
-        lane.post_one("a", one, True, 0, 0, 9)
+        lane.post("a", one, True, 0, ints(0), ints(0), ints(9))
     with pytest.raises(ValueError, match="pieces"):
         lane.post("a", one, True, 0, ints(0, 4), ints(0, 4), ints(4, 4))
     with pytest.raises(ValueError):
         lane.post("a", one, True, 0, ints(0, 4), ints(0), ints(8))
     with pytest.raises(ValueError):
         lane.post("a", header(num_pieces=2, nbytes=8), True, 0, ints(0, 4), ints(0, 4), ints(9, -1))
+    assert lane.in_flight == 0
+    lane.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_message_is_the_request_of_one_piece(kind: str, writes: bool, rng) -> None:
+    nbytes = int(rng.integers(1, 3 << 20))
+    ours = rng.integers(0, 256, nbytes, dtype=np.uint8)
+    with rig(kind, nbytes + 10) as owner:
+        owner.memory[:] = rng.integers(0, 256, nbytes + 10, dtype=np.uint8)
+        theirs = owner.memory.copy()
+        lane = make_lane(kind, owner.connect())
+        what = RequestKind.WRITE if writes else RequestKind.READ
+        signal = 77 if writes else None
+        at = ours.ctypes.data
+        assert lane.post_message("m", what.value, signal, 5, 4, TOKEN, at, 10, nbytes)
+        if lane.unsent:
+            lane.push()
+        assert finish(kind, [lane], 1) == [("m", 0, None)]
+        assert (owner.memory[10:] == ours).all()
+        assert (owner.memory[:10] == theirs[:10]).all()
+        if writes:
+            eventually(lambda: owner.told(0) == [77], "the immediate is told")
+        else:
+            assert (ours == theirs[10:]).all()
+        lane.close()
+
+
+def test_a_large_message_waits_for_a_push(kind: str) -> None:
+    ours, theirs = tcp_pair()
+    lane = make_lane(kind, ours)
+    memory = np.zeros(200 << 10, dtype=np.uint8)
+    assert lane.post_message("m", 1, None, 1, 1, TOKEN, memory.ctypes.data, 0, len(memory))
+    assert lane.unsent
+    theirs.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        theirs.recv(1)
+    theirs.settimeout(SOON_S)
+    received = 0
+    while not lane.push() or received < REQUEST.size + 16 + len(memory):
+        received += len(theirs.recv(1 << 20))
+    assert not lane.unsent
+    lane.close()
+    assert lane.push()
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"kind": 3}, {"kind": 0}, {"immediate": -1}, {"immediate": 1 << 32}, {"nbytes": 0},
+     {"nbytes": -8}, {"token": b"short"}, {"transfer_id": -1}],
+    ids=str,
+)  # fmt: skip
+def test_a_message_that_makes_no_sense_is_refused(kind: str, bad: dict) -> None:
+    ours, theirs = tcp_pair()
+    lane = make_lane(kind, ours)
+    memory = np.zeros(8, dtype=np.uint8)
+    good = {"kind": 1, "immediate": None, "transfer_id": 1, "oldest": 1, "token": TOKEN,
+            "address": memory.ctypes.data, "offset": 0, "nbytes": 8}  # fmt: skip
+    with pytest.raises((ValueError, OverflowError)):
+        lane.post_message("m", *(good | bad).values())
     assert lane.in_flight == 0
     lane.close()
     theirs.close()

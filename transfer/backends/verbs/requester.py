@@ -33,6 +33,7 @@ from transfer.backends.verbs.messages import LANES, End
 from transfer.backends.verbs.queue_pair import QueuePair, make_end
 from transfer.backends.verbs.work import Work, make_work
 from transfer.event_loop import READABLE, EventLoop
+from transfer.handle import Transfer
 from transfer.rail import RailName, SliceSink
 from transfer.slices import Slice
 from transfer.wire import RequestKind, Status
@@ -190,7 +191,7 @@ class VerbsRail:
         if parked:
             self._sink.done(self, [(part, status) for part in parked])
 
-    def progress(self, timeout_s: float) -> bool:
+    def progress(self, handle: Transfer, timeout_s: float) -> bool:
         """Serve the completions in the caller's thread until a slice has ended."""
         if not self._serving.acquire(blocking=False):
             return False
