@@ -99,6 +99,12 @@ class TransferConfig(Frozen):
     handshake_timeout_s: float = Field(
         5.0, gt=0, description="Deadline of a connection with its mutual authentication."
     )
+    resume_timeout_s: float = Field(
+        5.0,
+        gt=0,
+        description="How long a broken control connection may take to come back over any address"
+        " before the peer counts as lost.",
+    )
     operation_timeout_s: float = Field(
         30.0, gt=0, description="Deadline of an operation that names none."
     )

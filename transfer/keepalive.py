@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 from typing import Final
 
-# After about ten seconds.
+# After about six seconds; then other ways to the peer are tried, see `transfer.resumption`.
 KEEPALIVE: Final = {
-    socket.TCP_KEEPIDLE: 5,
-    socket.TCP_KEEPINTVL: 2,
+    socket.TCP_KEEPIDLE: 3,
+    socket.TCP_KEEPINTVL: 1,
     socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 10_000,
+    socket.TCP_USER_TIMEOUT: 6_000,
 }
 
 

@@ -15,6 +15,7 @@ from configs.schema import TransferConfig
 from transfer.backends.process_memory import Locations
 from transfer.backends.service import Service
 from transfer.backends.shared_memory import Windows
+from transfer.control_connection import ControlConnection
 from transfer.errors import (
     HandshakeRefused,
     PeerLost,
@@ -25,28 +26,25 @@ from transfer.event_loop import EventLoop
 from transfer.handlers import Handlers
 from transfer.handshake import Facts, Purpose, shown
 from transfer.immediates import ImmediateBoard
-from transfer.keepalive import keep_alive
 from transfer.negotiation import Greeted, Outcome
 from transfer.peer import LinkState, PeerLink, PeerTable
 from transfer.rail_opener import RailOpener
 from transfer.rdma import Rdma
 from transfer.region import TOKEN_BYTES, OfferTable
 from transfer.rendezvous import Rendezvous
+from transfer.resumption import Resumptions
 from transfer.signals import SignalChannel
 from transfer.statistics import RailStatistics, Tally
 from transfer.stream import Stream
 from transfer.told_addresses import ToldAddresses
-from transfer.wire import ControlKind, ControlParser, encode_control
+from transfer.wire import ControlKind, encode_control
 
 if TYPE_CHECKING:
     from transfer.staging import Staging
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_BYTES: Final = 256 << 10
 SERVING_MAX: Final = 64
-# What a peer sent before its end is delivered, up to this many reads.
-LAST_READS_MAX: Final = 64
 
 
 class Links:
@@ -83,6 +81,14 @@ class Links:
         self._opener = RailOpener(
             self._config, self._table, self.rdma, self._tally, self._loop, rendezvous
         )
+        self._resumptions = Resumptions(
+            self._loop,
+            rendezvous,
+            self._tally,
+            timeout_s=self._config.resume_timeout_s,
+            ways=self._opener.ways,
+            lose=self.lose,
+        )
 
     def admit(self, purpose: Purpose, name: str) -> str | None:
         """Say why a caller is not wanted; None if it is."""
@@ -115,6 +121,8 @@ class Links:
         link = self._table.get(greeted.name)
         if link is None or link.evidence is not None:
             Stream.discard(greeted.sock)
+        elif greeted.purpose is Purpose.RESUME:
+            self._resumptions.on_call(link, greeted)
         elif greeted.purpose is Purpose.SIGNAL:
             self._attach_signal(link, greeted.sock)
         else:
@@ -151,6 +159,9 @@ class Links:
         logger.info("peer %s lost: %s", link.name, evidence)
         self._table.remove(link)
         self.board.notify()
+        if not link.farewell:
+            # Or it would try to go on with us.
+            link.control.send(encode_control(ControlKind.GOODBYE, f"given up: {evidence}".encode()))
         self._close(link, PeerLost(link.name, evidence))
         if was_ready and not fenced:
             self.handlers.tell_lost(link.name, evidence)
@@ -175,6 +186,7 @@ class Links:
     def expire(self, now: float) -> None:
         """Fail operations that are beyond their deadlines. At every tick."""
         for link in self._table.links():
+            self._resumptions.tick(link, now)
             link.requests.expire(now)
             if link.rdma is not None:
                 link.rdma.expire(now)
@@ -203,18 +215,21 @@ class Links:
         stale = self._table.get(greeted.name)
         if stale is not None:
             self.lose(stale, stale.evidence or "replaced")
-        keep_alive(greeted.sock)
         name = greeted.name
         requests = self._opener.make_requests(
             name, backend, greeted.facts, lambda opened: self._on_rails(link, opened)
         )
-        parser = ControlParser(self._config.notify_bytes_max)
-        control = Stream(
-            greeted.sock,
+        control = ControlConnection(
+            greeted,
             self._loop,
-            on_readable=lambda: self._read_control(link, parser),
-            on_broken=lambda evidence: self.lose(link, f"control connection {evidence}"),
-            outbox_bytes_max=self._config.notify_bytes_max,
+            self._tally,
+            frame_bytes_max=self._config.notify_bytes_max,
+            on_frame=lambda kind, content: self._on_frame(link, kind, content),
+            on_broken=lambda evidence: self._resumptions.on_broken(
+                link, f"control connection {evidence}"
+            ),
+            on_nonsense=lambda problem: self._end_nonsense(link, problem),
+            on_resumed=lambda: self._resumptions.on_resumed(link),
         )
         link = PeerLink(
             name,
@@ -287,25 +302,6 @@ class Links:
         self.board.poll.add(link.signal)
         link.become_ready()
 
-    def _read_control(self, link: PeerLink, parser: ControlParser) -> None:
-        try:
-            data = link.control.sock.recv(RECEIVE_BYTES)
-            if not data:
-                link.control.broken("closed by the other side")
-                return
-            frames = parser.feed(data)
-        except BlockingIOError:
-            return
-        except ProtocolViolation as error:
-            self._tally.count("malformed")
-            link.control.broken(f"carried nonsense: {error.problem}")
-            return
-        except OSError as error:
-            link.control.broken(f"broke: {error.strerror or error}")
-            return
-        for kind, content in frames:
-            self._on_frame(link, kind, content)
-
     def _on_frame(self, link: PeerLink, kind: ControlKind, content: bytes) -> None:
         if self._table.fenced(link.name) is not None:
             return  # a handler has fenced it between two frames
@@ -332,8 +328,8 @@ class Links:
             self.lose(link, link.farewell)
 
     def _tell_address(self, link: PeerLink, token: bytes) -> None:
-        if len(token) != TOKEN_BYTES or link.control.full:
-            link.control.broken("asked for nonsense, or read no answers")
+        if len(token) != TOKEN_BYTES or link.control.flooded:
+            self._end_nonsense(link, "asked for nonsense, or read no answers")
             return
         try:
             process = link.find_process()
@@ -349,11 +345,14 @@ class Links:
             parse()
         except ProtocolViolation as error:
             self._tally.count("malformed")
-            link.control.broken(f"carried nonsense: {error.problem}")
+            self._end_nonsense(link, error.problem)
+
+    def _end_nonsense(self, link: PeerLink, problem: str) -> None:
+        self.lose(link, f"control connection carried nonsense: {problem}")
 
     def _tell(self, link: PeerLink, kind: ControlKind, content: bytes) -> None:
         """Send what must arrive. Any thread; never waits: who reads nothing is lost."""
-        if link.control.full:
+        if link.control.flooded:
             evidence = "it does not read its control connection"
             self._loop.call(lambda: self.lose(link, evidence))
         else:
@@ -365,10 +364,7 @@ class Links:
             link.rdma.drain()
         if link.signal is not None:
             self.board.drain_channel(link.signal)
-        for _ in range(LAST_READS_MAX):
-            if link.control.closed:
-                break
-            link.control.read()
+        link.control.read_to_the_end()
 
     def _on_signal_lost(self, channel: SignalChannel, evidence: str) -> None:
         """Any thread: the thread that waits is the first to know."""
@@ -379,6 +375,7 @@ class Links:
 
     def _close(self, link: PeerLink, error: TransferError) -> None:
         self.staging.forget(link.name)
+        self._resumptions.forget(link)
         link.locations.close()
         link.control.close()
         link.requests.close(error)

@@ -11,12 +11,12 @@ from enum import Enum, auto
 from transfer.arguments import check_type
 from transfer.backends.process_memory import Locations, PeerProcess
 from transfer.backends.shared_memory import Windows
+from transfer.control_connection import ControlConnection
 from transfer.errors import PeerLost, PeerUnknown
 from transfer.handshake import Facts
 from transfer.rdma import RdmaPeer
 from transfer.requests import Requests
 from transfer.signals import SignalChannel
-from transfer.stream import Stream
 
 # Incarnations that were lost without being fenced, remembered for their evidence.
 DEPARTED_MAX = 4096
@@ -53,7 +53,7 @@ class PeerLink:
         *,
         dialed: bool,
         session: bytes,
-        control: Stream,
+        control: ControlConnection,
         served_id: int,
         requests: Requests,
         windows: Windows,
@@ -99,7 +99,7 @@ class PeerLink:
     def abandon(self) -> None:
         """Close the descriptors only: the way out after a fork."""
         self.evidence = "its connection belongs to the parent process"
-        self.control.sock.close()
+        self.control.abandon()
         self.requests.abandon()
         if self.signal is not None:
             self.signal.sock.close()

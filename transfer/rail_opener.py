@@ -25,6 +25,7 @@ from transfer.rail_preferences import RailPreferences
 from transfer.rdma import Rdma
 from transfer.rendezvous import Rendezvous
 from transfer.requests import Requests
+from transfer.resumption import Way
 from transfer.statistics import Tally
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,14 @@ class RailOpener:
         theirs = facts.rails or (facts.address,)
         count = max(len(ours), len(theirs))
         return [RailName("tcp", ours[i % len(ours)], theirs[i % len(theirs)]) for i in range(count)]
+
+    def ways(self, peer: PeerLink) -> list[Way]:
+        """Return all addresses at which a peer may be called: as its rails, and as routing goes."""
+        named = [Way(None, peer.facts.address)]
+        if not self._config.rails:
+            return named + [Way(None, address) for address in peer.facts.rails]
+        rails = self.rails("tcp", peer.facts)
+        return [Way(rail.local, rail.remote) for rail in rails] + named
 
     def open(
         self,

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,6 +278,12 @@ def test_the_secret_shows_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     assert not any(secret.decode() in text or secret.hex() in text for text in seen)
 
 
+def is_stopped(pid: int) -> bool:
+    """The signal reaches one thread after the other."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
 def frozen(board: Board, backend: str, what: str) -> str:
     """Rank 1 is stopped while something of rank 0 needs it, and woken after the withdrawal."""
     with new_engine(backend, name=f"rank{board.rank}") as engine:
@@ -302,6 +309,7 @@ def frozen(board: Board, backend: str, what: str) -> str:
         if what == "writing":
             eventually(lambda: bool(memory.tensor.any()), "it writes")
         os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: is_stopped(pid), "all its threads have stopped")
         ended = ""
         try:
             if what == "mapping":
