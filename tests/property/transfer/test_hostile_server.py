@@ -114,6 +114,8 @@ class Owner:
 
     def _converse(self, ours: socket.socket, stream: bytes, portions: list[int]) -> bytes:
         answered, sent, turn = b"", 0, 0
+        if not stream:  # all that was left of it is its end
+            ours.shutdown(socket.SHUT_WR)
         for _ in range(100_000):
             if sent < len(stream):
                 size = portions[turn % len(portions)]

@@ -54,7 +54,7 @@ class Loose:
         map_memory = LIBC.mmap
         map_memory.restype = ctypes.c_void_p
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
-        self.start = (1 << 40) + secrets.randbelow(1 << 20) * (64 << 20)
+        self.start = (1 << 45) + secrets.randbelow(1 << 16) * (64 << 20)
         got = map_memory(ctypes.c_void_p(self.start), ctypes.c_size_t(nbytes),
                          mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0))  # fmt: skip
         assert got == self.start
