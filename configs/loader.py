@@ -169,6 +169,11 @@ def _validate(
             ]
             if detail["type"] == "missing":
                 problems.extend(_missing(s) for s in missing if s.name not in skip)
+            elif detail["type"] == "value_error":
+                origin = chosen[name].origin if name in chosen else ""
+                seen = _written(chosen[name].value) if name in chosen else ""
+                expected = str(detail["ctx"]["error"])
+                problems.append(Problem(name=name, origin=origin, seen=seen, expected=expected))
             elif name in chosen:
                 problems.append(_refusal(settings()[name], chosen[name]))
             else:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from configs.certificates import check_certificates, check_pair, check_readable
 
 
 class Frozen(BaseModel):
@@ -90,6 +93,44 @@ class TransferShares(Frozen):
     migration: float = Field(2, gt=0, description="Weight of whatever moves without haste.")
 
 
+class TransferTls(Frozen):
+    """Certificates for the connections between hosts: all three files, or none and no TLS."""
+
+    certificate: Path | None = Field(
+        None, description="PEM file with the certificate of this process, and its chain."
+    )
+    private_key: Path | None = Field(
+        None, description="PEM file with the key of that certificate, without a password."
+    )
+    authority: Path | None = Field(
+        None, description="PEM file with the authority that signed the certificates of all members."
+    )
+
+    @field_validator("certificate", "authority")
+    @classmethod
+    def _holds_certificates(cls, path: Path | None) -> Path | None:
+        return path if path is None else check_certificates(path)
+
+    @field_validator("private_key")
+    @classmethod
+    def _is_readable(cls, path: Path | None) -> Path | None:
+        return path if path is None else check_readable(path)
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Self:
+        given = self.certificate, self.private_key, self.authority
+        if any(given) and not all(given):
+            raise ValueError("certificate, private_key and authority: all of them, or none")
+        if self.certificate is not None and self.private_key is not None:
+            check_pair(self.certificate, self.private_key)
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        """Whether connections between hosts are encrypted."""
+        return self.authority is not None
+
+
 class TransferConfig(Frozen):
     """The transfer engine of one process."""
 
@@ -122,11 +163,18 @@ class TransferConfig(Frozen):
         " port than the first; none: all that are up.",
     )
     shares: TransferShares = TransferShares()
+    tls: TransferTls = TransferTls()
     process_memory: bool = Field(
         True,
         description="Reach memory of same-host peers that cannot be mapped by process_vm_readv"
         " and process_vm_writev, and tell them the addresses of ours.",
     )
+
+    @model_validator(mode="after")
+    def _keeps_bytes_secret(self) -> Self:
+        if self.tls.enabled and (self.backend is TransferBackend.VERBS or self.devices):
+            raise ValueError("tls cannot encrypt what RDMA devices move: not with verbs or devices")
+        return self
 
 
 class DirectIO(StrEnum):

@@ -29,6 +29,7 @@ from transfer.rendezvous import Rendezvous
 from transfer.staging import Staging
 from transfer.statistics import Tally, TransferStatistics
 from transfer.storage import Storage
+from transfer.tls import Credentials
 from transfer.wire import ControlKind, encode_control
 
 # How long a peer that knows addresses of ours is waited for when they are withdrawn.
@@ -91,7 +92,7 @@ class TransferEngine(Movement, Arrivals):
         """Listen, and start the thread.
 
         Raises:
-            OSError: the host cannot be listened on.
+            OSError: the host cannot be listened on, or a certificate cannot be used.
             DeviceUnavailable: RDMA, or a device of that name, was asked for and is not there.
             EngineClosed: an engine is opened once.
         """
@@ -100,6 +101,7 @@ class TransferEngine(Movement, Arrivals):
         backend = self._config.backend
         rdma = self._links.rdma
         try:
+            self._rendezvous.credentials = Credentials.load(self._config.tls)
             rdma.open(self._config)
             facts = self._rendezvous.listen(
                 self._config.host,

@@ -40,6 +40,8 @@ HALF_BYTES: Final = 32
 MESSAGE_BYTES_MAX: Final = 2048
 NAME_LENGTH_MAX: Final = 64
 LENGTH_BYTES: Final = 2
+# How a TLS handshake and an alert begin: no length of ours.
+TLS_STARTS: Final = (b"\x16\x03", b"\x15\x03")
 
 
 class Purpose(StrEnum):
@@ -228,6 +230,8 @@ class Handshake:
         self._buffer += data
         if len(self._buffer) < LENGTH_BYTES:
             return b""
+        if self._buffer[:LENGTH_BYTES] in TLS_STARTS and not self._transcript:
+            raise HandshakeRefused("", "the other side speaks TLS only, this one does not")
         if not 0 < self._body_bytes() <= MESSAGE_BYTES_MAX:
             raise ProtocolViolation(f"handshake message of {self._body_bytes()} bytes")
         if self.needed:

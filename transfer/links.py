@@ -70,7 +70,9 @@ class Links:
         self._tally = tally
         self._loop = loop
         self.board = ImmediateBoard(lost=table.lost, on_signal_lost=self._on_signal_lost)
-        self.service = Service(loop.name, offers, self.board, tally, on_failure=loop.fail)
+        self.service = Service(
+            loop.name, offers, self.board, tally, loop.fail, encrypted=config.tls.enabled
+        )
         self.told = ToldAddresses(offers, enabled=config.process_memory)
         self.rdma = Rdma(offers, loop, self.board)
         self.handlers = Handlers(loop, tally)

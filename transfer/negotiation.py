@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -11,6 +12,8 @@ from typing import Final
 from transfer.errors import HandshakeRefused, PeerUnreachable, ProtocolViolation
 from transfer.event_loop import WRITABLE
 from transfer.handshake import AcceptorHandshake, Facts, Handshake, Purpose
+from transfer.tls import explain
+from transfer.tls_socket import TlsSocket
 
 HANG_UP: Final = "closed by the other side during the handshake (another cluster secret?)"
 
@@ -48,13 +51,16 @@ class Negotiation:
         self.deadline = deadline
         self._on_outcome = on_outcome
         self._first = first
+        self._connecting = bool(first)
+        self._begun = False
         self.over = False
 
     def on_event(self, events: int) -> None:
         """The socket is ready: connected, or something to read."""
         try:
-            if self._first:
-                self._connected()
+            if self._connecting:
+                self._check_connected()
+            self._begin()
             if events & ~WRITABLE:
                 self._read()
         except BlockingIOError:
@@ -63,6 +69,8 @@ class Negotiation:
             self.refuse(error.problem)
         except HandshakeRefused as error:
             self.refuse(error.reason)
+        except ssl.SSLError as error:
+            self.refuse(f"TLS: {explain(error)}")
         except OSError as error:
             self.refuse(error.strerror or str(error), unreachable=True)
 
@@ -82,12 +90,21 @@ class Negotiation:
         if data and self.sock.send(data) != len(data):
             raise ConnectionError(errno.ENOBUFS, "a handshake message did not fit")
 
-    def _connected(self) -> None:
+    def _check_connected(self) -> None:
         code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, errno.errorcode.get(code, str(code)))
-        first, self._first = self._first, b""
-        self.send(first)
+        self._connecting = False
+
+    def _begin(self) -> None:
+        """Speak first, if we have called; behind the TLS handshake, if there is one."""
+        if self._begun:
+            return
+        if isinstance(self.sock, TlsSocket):
+            self.sock.secure()
+            self.machine.bind(self.sock.channel())
+        self._begun = True
+        self.send(self._first)
 
     def _read(self) -> None:
         while not self.over:

@@ -114,6 +114,9 @@ class Rdma:
         """
         if config.backend not in WANTED:
             return
+        if config.tls.enabled:
+            self.missing = "TLS is on, and cannot encrypt what RDMA devices move"
+            return
         required = config.backend is TransferBackend.VERBS or bool(config.devices)
         self.missing = verbs.unavailable() or self._open(config.devices)
         if self.missing and required:

@@ -36,6 +36,8 @@ from transfer.host import address_of, host_identity
 from transfer.negotiation import Greeted, Negotiation, Outcome
 from transfer.statistics import Tally
 from transfer.stream import Stream
+from transfer.tls import Credentials
+from transfer.tls_socket import TlsSocket
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,9 @@ class Rendezvous:
         admit: why a caller is not wanted, None if it is: (purpose, name).
         install: takes over an accepted connection, before its dialer hears of it.
         sessions: the session key of the control connection that stands with a name.
+
+    Attributes:
+        credentials: for TLS between hosts; None: it is off.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Rendezvous:
         self._admit = admit
         self._install = install
         self._sessions = sessions
+        self.credentials: Credentials | None = None
         self._negotiations: set[Negotiation] = set()
         self._listeners: list[socket.socket] = []
         # Not watched until the next tick: out of descriptors.
@@ -169,6 +175,7 @@ class Rendezvous:
             self._forget(negotiation, keep_socket=isinstance(outcome, Greeted))
             on_outcome(outcome)
 
+        sock = self._encrypt(sock, server_side=False)
         negotiation = self._begin(sock, machine, target, ended, machine.start(purpose))
         if code not in (0, errno.EINPROGRESS):
             negotiation.refuse(errno.errorcode.get(code, str(code)), unreachable=True)
@@ -187,6 +194,11 @@ class Rendezvous:
         for sock in self._resting:
             self._loop.watch(sock, partial(self._accept, sock), READABLE)
         self._resting.clear()
+
+    def _encrypt(self, sock: socket.socket, *, server_side: bool) -> socket.socket:
+        if self.credentials is None or sock.family == socket.AF_UNIX:
+            return sock
+        return TlsSocket(sock, self.credentials, server_side=server_side)
 
     def _begin(
         self,
@@ -228,6 +240,7 @@ class Rendezvous:
             admit=self._answer,
             sessions=self._sessions,
         )
+        sock = self._encrypt(sock, server_side=True)
         negotiation = self._begin(sock, machine, "", self._accepted)
         self._loop.watch(sock, negotiation.on_event, READABLE)
 

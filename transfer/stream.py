@@ -18,6 +18,7 @@ from itertools import islice, takewhile
 from typing import Final
 
 from transfer.event_loop import READABLE, WRITABLE, EventLoop
+from transfer.tls_socket import TlsSocket, buffered, unsent
 
 IOVEC_MAX: Final = 512
 LINGER_NONE: Final = struct.pack("ii", 1, 0)
@@ -57,6 +58,8 @@ class Stream:
     def open(self) -> None:
         """Start to receive. On the loop's thread."""
         self._loop.watch(self.sock, self._on_event, READABLE)
+        if buffered(self.sock):  # it came with the last word of the handshake
+            self._loop.call(lambda: self._on_event(READABLE))
 
     @property
     def outbox_bytes(self) -> int:
@@ -136,6 +139,8 @@ class Stream:
         try:
             while self._outbox:
                 self._advance(self._send_some())
+            if isinstance(self.sock, TlsSocket):
+                self.sock.flush()
         except BlockingIOError:
             pass
         except OSError as error:
@@ -176,7 +181,8 @@ class Stream:
             return
         if not self._reading and not self._outbox:
             self._reading = True
-        events = (READABLE if self._reading else 0) | (WRITABLE if self._outbox else 0)
+        waits = self._outbox or unsent(self.sock)
+        events = (READABLE if self._reading else 0) | (WRITABLE if waits else 0)
         if events != self._events:
             self._events = events
             self._loop.change(self.sock, events)
@@ -189,6 +195,8 @@ class Stream:
         # Errors and hang-ups are read too: reading says what happened.
         if events & ~WRITABLE and not self.closed:
             self._on_readable()
+            while buffered(self.sock) and not self.closed:
+                self._on_readable()
 
     def broken(self, evidence: str) -> None:
         """Close because the connection failed; tells `on_broken` unless it was closed before."""

@@ -15,8 +15,8 @@ import hashlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, cast
 
 from transfer.errors import HandshakeRefused
 from transfer.tls import Credentials, explain
@@ -52,6 +52,8 @@ class TlsSocket(socket.socket):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = credentials.server if server_side else credentials.client
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        # With a buffer it returns how much it has put there, which its annotation does not know.
+        self._read = cast("Callable[[int, memoryview], int]", self._tls.read)
         self._lock = threading.Lock()
         self._ciphertext = memoryview(b"")
         self._dry = True
@@ -146,7 +148,9 @@ class TlsSocket(socket.socket):
             self._flush()
             if self.unsent:
                 raise BlockingIOError
-            taken = sum(self._tls.write(portion) for portion in _portions(buffers))
+            taken = 0
+            for portion in _portions(buffers):
+                taken += self._tls.write(portion)
             self._flush()
             return taken
 
@@ -165,7 +169,7 @@ class TlsSocket(socket.socket):
             filled = 0
             while filled < view.nbytes:
                 try:
-                    nbytes = self._tls.read(view.nbytes - filled, view[filled:])
+                    nbytes = self._read(view.nbytes - filled, view[filled:])
                 except ssl.SSLWantReadError:
                     self._dry = True
                     return received + filled

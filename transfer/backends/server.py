@@ -114,7 +114,10 @@ class PythonServer:
 
     def attach(self, peer_id: int, fd: int, /) -> int:
         """Serve a connection."""
-        sock = socket.socket(fileno=fd)
+        return self.attach_socket(peer_id, socket.socket(fileno=fd))
+
+    def attach_socket(self, peer_id: int, sock: socket.socket) -> int:
+        """Serve a connection that is more than its descriptor: an encrypted one."""
         sock.setblocking(False)
         with self._lock:
             peer = self._peers.get(peer_id)
@@ -123,8 +126,8 @@ class PythonServer:
                 raise OSError(errno.ENOTCONN, "no such peer")
             connection = ServedConnection(sock, peer, self, next(self._ids))
             peer.connections.add(connection)
-            self._connections[fd] = connection
-            self._epoll.register(fd, connection.interest)
+            self._connections[sock.fileno()] = connection
+            self._epoll.register(sock.fileno(), connection.interest)
             return connection.id
 
     def detach(self, connection_id: int, /) -> None:
@@ -277,9 +280,9 @@ class PythonServer:
         os.close(self._wakeup)
 
 
-def make_server() -> ServerLike:
-    """Return the compiled server, or the one in Python where it was not built."""
+def make_server(*, encrypted: bool = False) -> ServerLike:
+    """Return the compiled server, or the one in Python: where TLS is on, or nothing was built."""
     kind: Callable[[int, int, int], ServerLike] = (
-        PythonServer if native.compiled is None else native.compiled.Server
+        PythonServer if encrypted or native.compiled is None else native.compiled.Server
     )
     return kind(SLICE_BYTES, SLICE_PIECES, SLICES_MAX)

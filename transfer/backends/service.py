@@ -16,11 +16,12 @@ from typing import Final, cast
 
 from transfer.backends.lane import tune
 from transfer.backends.served import CLOSED, IMMEDIATE
-from transfer.backends.server import ServerLike, make_server
+from transfer.backends.server import PythonServer, ServerLike, make_server
 from transfer.errors import ProtocolViolation
 from transfer.immediates import ImmediateBoard
 from transfer.region import Access, Offer, OfferTable
 from transfer.statistics import Tally
+from transfer.tls_socket import TlsSocket
 from transfer.wire import PLACE, Status
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Service:
 
     Args:
         on_failure: called on the service's thread if a bug ends it.
+        encrypted: whether some of the connections are TLS.
     """
 
     def __init__(
@@ -50,11 +52,14 @@ class Service:
         board: ImmediateBoard,
         tally: Tally,
         on_failure: Callable[[BaseException], None],
+        *,
+        encrypted: bool = False,
     ) -> None:
         self._offers = offers
         self._board = board
         self._tally = tally
         self._on_failure = on_failure
+        self._encrypted = encrypted
         self._peers: dict[int, _Served] = {}
         # Events are taken and acted upon under it: who has it knows that nothing is on its way.
         self._delivering = threading.Lock()
@@ -66,7 +71,7 @@ class Service:
 
     def open(self) -> None:
         """Start to serve."""
-        self._opened = make_server()
+        self._opened = make_server(encrypted=self._encrypted)
         self._offers.bind(self._opened)
         self._thread.start()
 
@@ -120,7 +125,11 @@ class Service:
         """Serve a connection; the socket is the service's."""
         try:
             tune(sock)
-            self._server.attach(peer_id, sock.detach())
+            if isinstance(sock, TlsSocket):
+                assert isinstance(self._server, PythonServer), "made for encrypted connections"
+                self._server.attach_socket(peer_id, sock)
+            else:
+                self._server.attach(peer_id, sock.detach())
         except OSError as error:
             sock.close()
             logger.info("a data connection could not be served: %s", error)
