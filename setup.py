@@ -1,4 +1,4 @@
-"""The compiled part of the package; everything else about the build is in pyproject.toml."""
+"""The compiled parts of the packages; everything else about the build is in pyproject.toml."""
 
 from setuptools import Extension, setup
 
@@ -9,6 +9,13 @@ setup(
             ["transfer/native.c"],
             extra_compile_args=["-O2", "-Wall", "-Wextra"],
             optional=True,  # without a compiler the package works, more slowly
-        )
+        ),
+        Extension(
+            "dispatch._native",
+            ["dispatch/native.c"],
+            # Each product and each sum is rounded on its own, whatever the processor could fuse.
+            extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra"],
+            optional=True,
+        ),
     ]
 )

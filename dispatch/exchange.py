@@ -13,16 +13,18 @@ message. Not thread-safe.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from configs.schema import MissingExperts
+from dispatch import native
 from dispatch.errors import ExpertUnowned, InputInvalid, MessageMismatch
 from dispatch.expert_map import ExpertMap
 from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
-from dispatch.layout import HEADER_BYTES, Bytes, DispatchLayout, RowFormat, Rows, copy_rows
+from dispatch.layout import HEADER_BYTES, Bytes, DispatchLayout, RowFormat, Rows
 from dispatch.layout import rows_offset as offset_of_rows
 from dispatch.message import Stamp, read_header, write_header
 from dispatch.missing import without_missing
@@ -195,18 +197,42 @@ class Exchange:
             bounds.append(bounds[-1] + len(index))
             if len(index):
                 parts.append(rows)
-                indices.append(index + num_rows if num_rows else index)
+                indices.append(index)
                 num_rows += len(rows)
         gather, place = self._majors[layer].arrange(counts)
         out = torch.empty(len(gather), self._layout.hidden, dtype=self._layout.dtype)
         if parts:
-            arrived = parts[0] if len(parts) == 1 else self._side_by_side(parts, num_rows)
-            index = indices[0] if len(indices) == 1 else np.concatenate(indices)
-            arrived.take(index[gather], 0, self._format.of(out), "clip")
+            self._gather(parts, indices, num_rows, gather, out)
         totals = counts.sum(0)
         self._counters.received(layer, totals)
         rows_out = ExpertRows(rows=out, counts=tuple(totals.tolist()), experts=experts)
         return rows_out, DispatchHandle(outgoing=outgoing, place=place, source_bounds=bounds)
+
+    def _gather(
+        self,
+        parts: list[Rows],
+        indices: list[npt.NDArray[np.integer]],
+        num_rows: int,
+        gather: Indices,
+        out: torch.Tensor,
+    ) -> None:
+        """Set row i of `out` to the gather[i]-th of all rows that the indices list."""
+        row_bytes = self._format.row_bytes
+        if native.compiled is not None:
+            addresses = [
+                native.addresses(rows, index, row_bytes)
+                for rows, index in zip(parts, indices, strict=True)
+            ]
+            all_rows = addresses[0] if len(addresses) == 1 else np.concatenate(addresses)
+            native.compiled.gather_rows(out.data_ptr(), all_rows[gather], row_bytes)
+            return
+        if len(parts) == 1:
+            arrived, index = parts[0], indices[0]
+        else:
+            begins = accumulate(map(len, parts), initial=0)
+            index = np.concatenate([i + n for i, n in zip(indices, begins, strict=False)])
+            arrived = self._side_by_side(parts, num_rows)
+        arrived.take(index[gather], 0, self._format.of(out), "clip")
 
     def _side_by_side(self, parts: list[Rows], num_rows: int) -> Rows:
         """Return the parts as one array, valid until the next call."""
@@ -315,22 +341,25 @@ class Exchange:
         handle, results = returning.handle, returning.results
         outgoing = handle.outgoing
         order, bounds = outgoing.routing.order, outgoing.routing.choice_bounds
-        gathered = self._weighted_sum.gathered(returning.dtype)
         num_all = outgoing.num_tokens * self._layout.topk
-        if len(order) < num_all:
-            gathered[:num_all] = 0  # left-out choices: their weight is 0 and so is their row
+        total = self._weighted_sum
+        # Left-out choices: their weight is 0 and so is their row.
+        total.start(
+            returning.dtype,
+            outgoing.num_tokens,
+            self._layout.topk,
+            holes=len(order) < num_all,
+        )
         for member in range(len(self.members)):
             begin, end = bounds[member : member + 2]
             if member != self.me:
                 rows = self._returned(returning, member, buffers[member], end - begin)
                 if begin < end:
-                    gathered[order[begin:end]] = rows
+                    total.put(order[begin:end], rows)
             elif begin < end:
                 own_begin, own_end = handle.source_bounds[member : member + 2]
-                copy_rows(results, handle.place[own_begin:own_end], gathered, order[begin:end])
-        if not num_all:
-            return torch.empty(0, self._layout.hidden, dtype=self._layout.dtype)
-        return self._weighted_sum.sum(returning.dtype, outgoing.weights)
+                total.put(order[begin:end], results, handle.place[own_begin:own_end])
+        return total.sum(outgoing.weights, self._layout.dtype)
 
     def _returned(self, returning: Returning, member: int, buffer: Bytes, num_due: int) -> Rows:
         source = self.members[member]

@@ -1,0 +1,33 @@
+"""The compiled loops where they were built.
+
+The only module that imports `dispatch._native`. MOE_RUNTIME_NATIVE=0 keeps it from being used;
+who finds `compiled` to be None does the same in torch, with the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+compiled: ModuleType | None
+try:
+    if os.environ.get("MOE_RUNTIME_NATIVE") == "0":
+        raise ImportError("turned off by MOE_RUNTIME_NATIVE=0")
+    from dispatch import _native
+except ImportError:
+    compiled = None
+else:
+    compiled = _native
+
+
+def addresses(
+    rows: npt.NDArray[Any], index: npt.NDArray[np.integer], row_bytes: int
+) -> npt.NDArray[np.int64]:
+    """Return where the rows `rows[index]` of a contiguous array lie in memory."""
+    found: npt.NDArray[np.int64] = np.multiply(index, row_bytes, dtype=np.int64)
+    found += rows.__array_interface__["data"][0]
+    return found
