@@ -135,11 +135,16 @@ def interpreted() -> Iterator[None]:
     known: dict[int, Any] = {}
     builder = ExactBuilder()
     saved = interpreter.interpreter_builder, interpreter.interpreter_semantic
+    executor = interpreter.GridExecutor
+    saved_arguments = executor._init_args_hst, executor._restore_args_dev
     saved_convert, patch_language = interpreter._convert_float, interpreter._patch_lang
     try:
         interpreter.interpreter_builder = builder
         interpreter.interpreter_semantic = type(saved[1])(builder)
         interpreter._convert_float = converted
+        # Tensors are used where they are, instead of being copied to the CPU and back whole.
+        executor._init_args_hst = lambda self, arguments, named: (arguments, named)
+        executor._restore_args_dev = lambda self, *arguments: None
         for owner in owners:
             for name, value in list(vars(owner).items()):
                 if isinstance(value, JITFunction):
@@ -156,6 +161,7 @@ def interpreted() -> Iterator[None]:
             yield
     finally:
         interpreter.interpreter_builder, interpreter.interpreter_semantic = saved
+        executor._init_args_hst, executor._restore_args_dev = saved_arguments
         interpreter._convert_float, interpreter._patch_lang = saved_convert, patch_language
         # Rewritten bodies refer to names that the interpreter put into the kernels' modules.
         interpreter.InterpretedFunction.rewritten_fn.clear()

@@ -5,11 +5,13 @@ The launches are those of real sizes: hidden 7168, 256 experts, top-8, bf16.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from dispatch.expert_map import ExpertMap
-from dispatch.kernels import route, sigmoid_topk, softmax_topk, topk_softmax
+from dispatch.kernels import pack, route, sigmoid_topk, softmax_topk, topk_softmax
 from dispatch.kernels.routed import ExpertSlots
 from dispatch.routing import LayerRoute
 from tests.support.compiled_kernels import TARGETS, Launch, compiled, recorded
@@ -19,12 +21,14 @@ T, E, K, H, W = 128, 256, 8, 7168, 8
 # Kernel: registers of a thread, bytes of shared memory of a program; the most of all targets.
 BUDGETS = {
     "_count_kernel": (80, 2048),
+    "_pack_kernel": (40, 0),
     "_place_kernel": (112, 512),
     "_scan_kernel": (72, 8192),
     "_sigmoid_topk_kernel": (64, 256),
     "_softmax_topk_kernel": (64, 256),
     "_topk_softmax_kernel": (72, 256),
 }
+MOVERS = {"_pack_kernel"}
 
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
@@ -32,6 +36,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     known = LayerRoute(ExpertMap.even(num_layers=1, num_logical=E, ranks=range(W)), range(W), 0, 0)
     slots = ExpertSlots.of(known, E, torch.device("cpu"))
     ids = torch.zeros(T, K, dtype=torch.int64)
+    routed = route.route_torch(ids, slots)
+    x = torch.zeros(T, H, dtype=torch.bfloat16)
+    messages = {
+        "header": torch.zeros(64, dtype=torch.uint8),
+        "messages": torch.zeros(64, dtype=torch.uint8),
+        "offsets": torch.zeros(W, dtype=torch.int64),
+    }
     groups = {"bias": torch.zeros(E), "num_groups": 8, "topk_groups": 4}
     return [
         *recorded(monkeypatch, lambda: softmax_topk.softmax_topk(logits, K), softmax_topk),
@@ -40,6 +51,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
             monkeypatch, lambda: sigmoid_topk.sigmoid_topk(logits, K, **groups), sigmoid_topk
         ),
         *recorded(monkeypatch, lambda: route.route(ids, slots), route),
+        *recorded(monkeypatch, lambda: pack.pack(x, routed, slots, **messages), pack),
     ]
 
 
@@ -56,3 +68,13 @@ def test_kernels_compile_within_their_budgets(target, monkeypatch, tmp_path) -> 
         if cost.registers > registers or cost.shared_bytes > shared_bytes or cost.spilled_bytes:
             over.append((launch.name, cost))
     assert over == []
+
+
+@pytest.mark.usefixtures("compiler_cache")
+def test_rows_are_moved_sixteen_bytes_at_a_time(monkeypatch, tmp_path) -> None:
+    movers = {name: launch for launch in launches(monkeypatch) if (name := launch.name) in MOVERS}
+    assert set(movers) == MOVERS
+    for name, launch in movers.items():
+        code = compiled(launch, "sm_90", tmp_path).code
+        assert re.search(r"ld\.global[.\w]*\.v(2\.b64|4\.b32)", code), name
+        assert re.search(r"st\.global[.\w]*\.v(2\.b64|4\.b32)", code), name
