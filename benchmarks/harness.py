@@ -21,9 +21,10 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def machine() -> dict[str, object]:
-    """Processor, cores, memory and the versions that matter."""
+    """Processor, cores, memory, the GPU if there is one, and the versions that matter."""
     import torch
 
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -31,13 +32,20 @@ def machine() -> dict[str, object]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **gpu,
     }
 
 
 def commit() -> str:
-    """The commit measured, with `+changes` when tracked files differ from it."""
-    sha = _git("rev-parse", "--short=12", "HEAD")
-    dirty = _git("status", "--porcelain", "--untracked-files=no")
+    """The commit measured, with `+changes` when tracked files differ from it.
+
+    `unknown` where the files were copied without their history.
+    """
+    try:
+        sha = _git("rev-parse", "--short=12", "HEAD")
+        dirty = _git("status", "--porcelain", "--untracked-files=no")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"
     return sha + ("+changes" if dirty else "")
 
 

@@ -1,0 +1,86 @@
+"""The check of the kernel benchmark runs here, interpreted; and it finds what is wrong."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.bench_kernels import TINY, parsed, shapes, unusable, wrong_results
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def interpreted():
+    support = pytest.importorskip("tests.support.triton_interpreter")
+    from benchmarks import kernel_cases
+
+    assert kernel_cases.cases
+    with support.interpreted():
+        yield
+
+
+@pytest.fixture
+def options():
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    found = parsed(["--topk", "4"])
+    for name, values in TINY.items():
+        setattr(found, name, values)
+    return found
+
+
+def test_every_kernel_agrees_with_its_reference(interpreted, options) -> None:
+    assert wrong_results(options, CPU) == []
+
+
+def test_a_kernel_that_is_wrong_is_named(options, monkeypatch) -> None:
+    from benchmarks import kernel_cases
+
+    options.only, options.tokens = ["combine"], [3]
+    right = kernel_cases.combine
+
+    def off_by_a_bit(*arguments):
+        out = right(*arguments)
+        out.view(torch.int16)[0, 0] ^= 1
+        return out
+
+    monkeypatch.setattr(kernel_cases, "combine", off_by_a_bit)
+    (problem,) = wrong_results(options, CPU)
+    assert problem.startswith("combine {'tokens': 3, 'hidden': 256, 'experts': 16, 'topk': 4}")
+    assert problem.endswith("result 0 differs in 1 places")
+
+
+def test_results_that_are_not_numbers_are_wrong(options) -> None:
+    from benchmarks.kernel_cases import Case, cases
+
+    (shape,) = (shape for shape in shapes(options) if shape.tokens == 3)
+    found = {case.kernel: case for case in cases(shape, CPU)}
+    case: Case = replace(
+        found["swiglu"], call=lambda: torch.full((12, shape.width), torch.nan).bfloat16()
+    )
+    assert "differs by nan" in str(case.mismatch())
+    assert found["swiglu"].mismatch() is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    assert unusable() == "no GPU"
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.bench_kernels"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "nothing measured: no GPU\n"
