@@ -19,7 +19,9 @@ from dispatch.errors import (
     PassFailed,
     PlacementInvalid,
     StaleEpoch,
+    Unsupported,
 )
+from dispatch.expert_load import ExpertLoad, GroupLoad, LoadWindow
 from dispatch.expert_map import ExpertMap
 
 if TYPE_CHECKING:
@@ -40,17 +42,21 @@ __all__ = [
     "DispatchLayout",
     "DispatchStatistics",
     "Dispatcher",
+    "ExpertLoad",
     "ExpertMap",
     "ExpertRows",
     "ExpertUnowned",
+    "GroupLoad",
     "InputInvalid",
     "LayoutMismatch",
+    "LoadWindow",
     "LocalDispatcher",
     "MessageMismatch",
     "PassFailed",
     "PlacementInvalid",
     "StaleEpoch",
     "TransferDispatcher",
+    "Unsupported",
 ]
 
 _MODULES = {

@@ -5,6 +5,7 @@
     ├── InputInvalid      (ValueError)   a tensor of the wrong shape, type, place or content
     ├── CapacityExceeded  (ValueError)   more tokens than the windows were sized for
     ├── ExpertUnowned     (retryable)    a chosen expert lives nowhere, and the policy is to wait
+    ├── Unsupported                      a call or an option that is not there
     ├── KernelsUnavailable               no kernels for the device of these tensors
     ├── LayoutMismatch                   a member was configured with other sizes than this one
     ├── MessageMismatch                  a message is not the one that was due
@@ -89,6 +90,15 @@ class KernelsUnavailable(DispatchError):
         super().__init__(f"{operation} cannot run: {reason}", operation=operation, reason=reason)
         self.operation = operation
         self.reason = reason
+
+
+class Unsupported(DispatchError):
+    """A call of another library's interface, or an option of it, that is not there."""
+
+    def __init__(self, *, what: str, instead: str) -> None:
+        super().__init__(f"{what} is not supported; there is {instead}", what=what, instead=instead)
+        self.what = what
+        self.instead = instead
 
 
 class LayoutMismatch(DispatchError):
