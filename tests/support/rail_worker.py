@@ -18,7 +18,16 @@ from typing import Any
 import torch
 
 from configs.schema import TransferBackend, TransferConfig
-from transfer import Access, Priority, RegionKey, Transfer, TransferEngine, TransferError, allocate
+from transfer import (
+    Access,
+    PeerLost,
+    Priority,
+    RegionKey,
+    Transfer,
+    TransferEngine,
+    TransferError,
+    allocate,
+)
 
 NBYTES = 8 << 20
 OUTSTANDING = 3
@@ -34,24 +43,79 @@ def hear() -> dict[str, Any]:
     return found
 
 
-def own(engine: TransferEngine) -> None:
+class Chat:
+    """Numbered notifies both ways while a transfer runs."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.heard: list[int] = []
+        self.lost: list[str] = []
+        self.lost_at = 0.0
+        self.num_said = 0
+        engine.on_notify(lambda _, payload: self.heard.append(int(payload)))
+        engine.on_peer_lost(self._on_lost)
+
+    def _on_lost(self, _name: str, evidence: str) -> None:
+        self.lost.append(evidence)
+        self.lost_at = time.monotonic()
+
+    def start(self, name: str) -> None:
+        self._thread = threading.Thread(target=self._talk, args=(name,))
+        self._thread.start()
+
+    def _talk(self, name: str) -> None:
+        while not self._stop.wait(0.01):
+            try:
+                self._engine.notify(name, str(self.num_said).encode())
+            except PeerLost:
+                return
+            self.num_said += 1
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "said": self.num_said,
+            "heard": len(self.heard),
+            "in_order": self.heard == list(range(len(self.heard))),
+            "lost": self.lost,
+            "lost_at": self.lost_at,
+            "resumes": self._engine.statistics().control_resumes,
+        }
+
+
+def own(engine: TransferEngine, chat: Chat) -> None:
     asker = hear()
     memory = allocate(NBYTES)
     region = engine.register(memory)
     key = engine.offer(region, to=asker["name"], access=Access.WRITE | Access.READ)
     say(key=key.encode().hex())
     final = hear()
+    if final.get("chat"):
+        chat.start(asker["name"])
+        final = hear()
+        chat.stop()
+        say(stopped=True)
+        final = hear()
     torch.manual_seed(final["seed"])
     expected = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
     say(
         equal=torch.equal(expected, memory.tensor),
         immediates=engine.statistics().immediates_received,
+        chat=chat.report(),
     )
 
 
-def ask(engine: TransferEngine, seconds: float, seed: int) -> None:
+def ask(engine: TransferEngine, chat: Chat, seconds: float, seed: int, chats: bool) -> None:
     owner = hear()
     engine.connect(owner["address"])
+    if chats:
+        chat.start(owner["name"])
     key = RegionKey.decode(bytes.fromhex(owner["key"]))
     torch.manual_seed(seed)
     source = engine.register(torch.randint(0, 256, (NBYTES,), dtype=torch.uint8))
@@ -63,12 +127,16 @@ def ask(engine: TransferEngine, seconds: float, seed: int) -> None:
         ended.append(time.monotonic() - start)
 
     say(started=True)
-    while under_way or time.monotonic() < start + seconds:
-        while len(under_way) < OUTSTANDING and time.monotonic() < start + seconds:
+    while under_way or (not chat.lost and time.monotonic() < start + seconds):
+        while len(under_way) < OUTSTANDING and time.monotonic() < start + seconds and not chat.lost:
             # Pieces of a megabyte: each ends by itself, so a stall of a single one is seen.
             offset = posted * (1 << 20) % NBYTES
-            transfer = engine.write(owner["name"], source, key, offset, offset, 1 << 20,
-                                    immediate=7, priority=Priority.WEIGHTS)  # fmt: skip
+            try:
+                transfer = engine.write(owner["name"], source, key, offset, offset, 1 << 20,
+                                        immediate=7, priority=Priority.WEIGHTS)  # fmt: skip
+            except PeerLost as error:
+                errors.append(repr(error))
+                break
             transfer.when_done(note)
             under_way.append(transfer)
             posted += 1
@@ -76,6 +144,7 @@ def ask(engine: TransferEngine, seconds: float, seed: int) -> None:
             under_way.popleft().wait()
         except TransferError as error:
             errors.append(repr(error))
+    chat.stop()
     gaps = [b - a for a, b in zip([0.0, *ended], ended, strict=False)]
     rails = [
         {"rail": r.rail, "state": r.state, "bytes": r.bytes, "failures": r.failures,
@@ -83,6 +152,9 @@ def ask(engine: TransferEngine, seconds: float, seed: int) -> None:
         for r in engine.statistics().rails
     ]  # fmt: skip
     say(posted=posted, errors=errors, longest_gap_s=max(gaps), rails=rails, ended=len(ended))
+    if chats:
+        hear()  # until the other one has stopped to talk, and all has come
+        say(chat=chat.report())
 
 
 def compare(engine: TransferEngine, seconds: float, message_bytes: int) -> None:
@@ -139,14 +211,17 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     rails = tuple(options["rails"])
     config = TransferConfig(backend=TransferBackend.TCP, host=rails[0], rails=rails)
-    with TransferEngine(config, name=options["name"], secret=b"of this test") as engine:
+    engine = TransferEngine(config, name=options["name"], secret=b"of this test")
+    chat = Chat(engine)
+    with engine:
         say(name=engine.name, address=engine.address)
         if options["role"] == "owner":
-            own(engine)
+            own(engine, chat)
         elif options["role"] == "compare":
             compare(engine, options["seconds"], options["message_bytes"])
         else:
-            ask(engine, options["seconds"], options["seed"])
+            chats = options.get("chats", False)
+            ask(engine, chat, options["seconds"], options["seed"], chats)
         hear()  # stay until the other one is done too
 
 
