@@ -101,7 +101,7 @@ class ExactBuilder(interpreter.InterpreterBuilder):
         return super().create_dot(*narrow, d, *rest)
 
 
-PATCHED_CLASSES = (tl.tensor, tl.core.tensor_descriptor_base)
+PATCHED_CLASSES = (tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
 
 
 def _language() -> list[Any]:
