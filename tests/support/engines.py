@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from configs.schema import TransferBackend, TransferConfig
+from tests.support.certificates import member_tls
 from transfer import Access, Region, RegionKey, TransferEngine
 
 SECRET = b"only the members of this cluster know it"
 BACKENDS = (TransferBackend.SHARED_MEMORY, TransferBackend.TCP)
+# As a backend, tcp with encrypted connections.
+TLS = "tls"
 BOTH = Access.READ | Access.WRITE
 
 
@@ -23,6 +26,8 @@ def new_name() -> str:
 
 def new_engine(backend: str = "auto", *, name: str | None = None, **options: Any) -> TransferEngine:
     secret = options.pop("secret", SECRET)
+    if backend == TLS:
+        backend, options = "tcp", {"tls": member_tls(), **options}
     config = TransferConfig(backend=TransferBackend(backend), **options)
     return TransferEngine(config, name=name or new_name(), secret=secret)
 

@@ -16,13 +16,13 @@ import psutil
 import pytest
 import torch
 
-from tests.support.engines import BACKENDS, BOTH, engine_pair, eventually, new_engine, offer
+from tests.support.engines import BACKENDS, BOTH, TLS, engine_pair, eventually, new_engine, offer
 from tests.support.ranks import Board, run_ranks
 from transfer import TransferEngine, TransferError, allocate
 from transfer import rendezvous as rendezvous_module
 
 SOON_S = 20.0
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
+both_backends = pytest.mark.parametrize("backend", [*BACKENDS, TLS])
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch
 from tests.support.engines import (
     BACKENDS,
     BOTH,
+    TLS,
     engine_pair,
     eventually,
     new_engine,
@@ -35,7 +36,7 @@ from transfer import (
 )
 
 SOON_S = 20.0
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
+both_backends = pytest.mark.parametrize("backend", [*BACKENDS, TLS])
 
 
 def random_memory(nbytes: int) -> torch.Tensor:
@@ -47,7 +48,8 @@ def random_memory(nbytes: int) -> torch.Tensor:
 def test_connect_makes_both_sides_know_each_other(backend: str) -> None:
     with new_engine(backend) as a, new_engine(backend) as b:
         peer = a.connect(b.address)
-        assert (peer.name, peer.address, peer.backend) == (b.name, b.address, backend)
+        expected = "tcp" if backend == TLS else backend
+        assert (peer.name, peer.address, peer.backend) == (b.name, b.address, expected)
         assert b.peer(a.name).address == a.address
         assert peer.alive
         assert a.connect(b.address).name == b.name, "idempotent"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engines import BACKENDS, BOTH, engine_pair, offer
+from tests.support.engines import BACKENDS, BOTH, TLS, engine_pair, offer
 from transfer import (
     Access,
     AccessRefused,
@@ -21,7 +21,7 @@ from transfer import (
 )
 
 SOON_S = 20.0
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
+both_backends = pytest.mark.parametrize("backend", [*BACKENDS, TLS])
 
 
 def random_memory(nbytes: int) -> torch.Tensor:

@@ -1,0 +1,42 @@
+"""Certificates for tests: authorities, and what they sign, in files."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+import trustme
+
+from configs.schema import TransferTls
+
+
+class Authority:
+    """Signs certificates of members; everything lies in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ca = trustme.CA()
+        self.file = folder / "authority.pem"
+        self._ca.cert_pem.write_to_path(str(self.file))
+
+    def member(self, name: str = "member", *, not_before: datetime | None = None,
+               not_after: datetime | None = None) -> TransferTls:  # fmt: skip
+        issued = self._ca.issue_cert(f"{name}.test", not_before=not_before, not_after=not_after)
+        certificate, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        issued.private_key_pem.write_to_path(str(key))
+        for i, pem in enumerate(issued.cert_chain_pems):
+            pem.write_to_path(str(certificate), append=i > 0)
+        return TransferTls(certificate=certificate, private_key=key, authority=self.file)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="certificates-")
+
+
+@functools.cache
+def member_tls() -> TransferTls:
+    """One member's files, made once per process."""
+    return Authority(Path(_folder().name)).member()
