@@ -22,7 +22,7 @@ from dispatch.growth import append_grant, read_grant, read_note, with_grant, wri
 from dispatch.layout import Bytes
 from dispatch.message import GRANT, SPILLED, Stamp, marks_of
 from dispatch.statistics import Counters
-from dispatch.windows import ReceiveWindow, SendWindow, Staging
+from dispatch.windows import ReceiveWindow, SendWindow, StagedPart, Staging
 from transfer import (
     Access,
     AccessRefused,
@@ -194,39 +194,65 @@ class Delivery:
 
     def _send(self, stamp: Stamp, route: Route, nbytes: int, write: Write) -> None:
         window, target = stamp.window, route.target
-        base = self._staging.parts[route.i][window]
         grant = self._grants.pop((route.rank, window), None) if self._grants else None
         room = nbytes if grant is None else with_grant(nbytes)
-        if room <= len(base.part) and room <= target.sizes[window]:
-            region, offset, part = base
-            own = None
-        else:
-            own = self._staging.own(route.i, window, room)
-            region, offset, part = own.region, 0, own.part
+        try:
+            if room <= target.sizes[window] and (
+                mapped := self._engine.in_place(route.name, target.keys[window])
+            ):
+                part = mapped.array[target.offsets[window] :]
+                nbytes = self._assemble(part, route, nbytes, write, grant)
+                transfer = mapped.announce(
+                    nbytes, self._immediates[window], timeout_s=self._timeout_s
+                )
+            else:
+                staged, nbytes = self._stage(window, route, nbytes, room, write, grant)
+                transfer = self._engine.write(
+                    route.name,
+                    staged.region,
+                    target.keys[window],
+                    staged.offset,
+                    target.offsets[window],
+                    nbytes,
+                    immediate=self._immediates[window],
+                    timeout_s=self._timeout_s,
+                )
+        except PEER_ERRORS as error:
+            raise self._failed(stamp, error, route.rank) from error
+        self._transfers[window].append((route.rank, transfer))
+
+    def _assemble(
+        self, part: Bytes, route: Route, nbytes: int, write: Write, grant: RegionKey | None
+    ) -> int:
+        """Write a message and perhaps a grant; return the size of both."""
         written = write(route.position, part)
         assert written == nbytes, "the size was told before the message was written"
         if grant is not None:
             nbytes = append_grant(part, nbytes, grant)
         self._counters.sent_bytes += nbytes
-        if own is not None and nbytes > target.sizes[window]:
-            key = own.key(route.name, Access.READ)
-            nbytes = write_note(base.part, part, nbytes, key)
-            region, offset = base.region, base.offset
-            self._counters.sent_bytes += nbytes
-        try:
-            transfer = self._engine.write(
-                route.name,
-                region,
-                target.keys[window],
-                offset,
-                target.offsets[window],
-                nbytes,
-                immediate=self._immediates[window],
-                timeout_s=self._timeout_s,
-            )
-        except PEER_ERRORS as error:
-            raise self._failed(stamp, error, route.rank) from error
-        self._transfers[window].append((route.rank, transfer))
+        return nbytes
+
+    def _stage(
+        self,
+        window: int,
+        route: Route,
+        nbytes: int,
+        room: int,
+        write: Write,
+        grant: RegionKey | None,
+    ) -> tuple[StagedPart, int]:
+        """Assemble a message in our memory; return what is to be sent, and its size."""
+        base, window_bytes = self._staging.parts[route.i][window], route.target.sizes[window]
+        if room <= len(base.part) and room <= window_bytes:
+            return base, self._assemble(base.part, route, nbytes, write, grant)
+        own = self._staging.own(route.i, window, room)
+        nbytes = self._assemble(own.part, route, nbytes, write, grant)
+        if nbytes <= window_bytes:
+            return StagedPart(own.region, 0, own.part), nbytes
+        key = own.key(route.name, Access.READ)
+        nbytes = write_note(base.part, own.part, nbytes, key)
+        self._counters.sent_bytes += nbytes
+        return base, nbytes
 
     def _follow(self, stamp: Stamp, shared: bytes, route: Route, marks: int) -> None:
         """Do what a marked message says (see `dispatch.growth`)."""

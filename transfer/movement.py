@@ -8,7 +8,7 @@ from transfer.operations import Mover, deadline_after
 from transfer.pages import Pages, pieces_of_pages
 from transfer.peer import Peer, name_of
 from transfer.pieces import IntsLike, make_pieces
-from transfer.prepared import Prepared
+from transfer.prepared import InPlace, Prepared
 from transfer.priority import Priority
 from transfer.region import Region, RegionKey
 
@@ -136,6 +136,14 @@ class Movement:
         deadline = deadline_after(timeout_s, self._config.operation_timeout_s)
         pieces = pieces_of_pages(source_pages, target_pages, page_bytes)
         return self._mover.read(name_of(peer), target, source, pieces, deadline, priority)
+
+    def in_place(self, peer: str | Peer, target: RegionKey) -> InPlace | None:
+        """Return a peer's memory for assembling bytes in it; None where it is not mapped here yet.
+
+        The first `write` under a key maps it, where it can be. All else is as of a write: the
+        key must give the right to, and what was withdrawn meanwhile is read by nobody.
+        """
+        return self._mover.in_place(name_of(peer), target)
 
     def prepare_write(
         self,

@@ -21,6 +21,7 @@ from transfer.pieces import (
     copy_between,
     out_of_bounds,
 )
+from transfer.prepared import InPlace
 from transfer.priority import Priority, class_of
 from transfer.region import Access, OfferTable, Region, RegionKey
 from transfer.slices import Operation
@@ -216,6 +217,14 @@ class Mover:
         if link is None or backend != "shared_memory" or not len(pieces) or region.kind != "host":
             return link, None
         return link, link.windows.get(key, self.deadline(None))
+
+    def in_place(self, peer: str, key: RegionKey) -> InPlace | None:
+        """Return the memory of a key that is mapped already and may be written."""
+        link = self._table.get(peer)
+        if link is None or not link.alive or key.owner != peer or not key.rights & WRITE:
+            return None
+        window = link.windows.find(key)
+        return None if window is None or not window.live else InPlace(self, link, window)
 
     def account(
         self,

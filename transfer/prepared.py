@@ -1,4 +1,4 @@
-"""Transfers that are checked once and posted often: the message of a busy loop."""
+"""Writes without a copy of their own, and transfers that are checked once and posted often."""
 
 from __future__ import annotations
 
@@ -11,7 +11,36 @@ from transfer.priority import Priority
 from transfer.region import Region, RegionKey
 
 if TYPE_CHECKING:
+    from transfer.backends.shared_memory import Window
     from transfer.operations import Mover
+    from transfer.peer import PeerLink
+
+
+class InPlace:
+    """A peer's memory that is mapped here: bytes are assembled in it, then announced.
+
+    Made by the engine's `in_place`. Thread-safe.
+
+    Attributes:
+        array: [nbytes] uint8, the peer's memory.
+    """
+
+    __slots__ = ("_link", "_mover", "array")
+
+    def __init__(self, mover: Mover, link: PeerLink, window: Window) -> None:
+        self._mover = mover
+        self._link = link
+        self.array = window.array
+
+    def announce(self, nbytes: int, immediate: int, *, timeout_s: float | None = None) -> Transfer:
+        """Count an immediate at the peer, as after a write of `nbytes`.
+
+        Raises:
+            PeerLost: it is gone.
+        """
+        return self._mover.account(
+            self._link, nbytes, immediate, None, write=True, timeout_s=timeout_s
+        )
 
 
 class Prepared:

@@ -28,6 +28,9 @@ class ScriptedEngine:
         self.written: list[tuple[str, int, int, int]] = []
         self.waits = 0
 
+    def in_place(self, peer, key):
+        return None
+
     def write(self, peer, source, key, begin, at, nbytes, *, immediate, timeout_s):
         assert timeout_s == TIMEOUT_S
         if peer in self.refuse:
