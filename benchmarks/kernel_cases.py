@@ -14,6 +14,7 @@ import torch
 
 from dispatch.expert_map import ExpertMap
 from dispatch.kernels.combine import combine, combine_torch
+from dispatch.kernels.fp8 import dequantise_torch, quantise, quantise_torch
 from dispatch.kernels.grouped_gemm import grouped_gemm, grouped_gemm_torch
 from dispatch.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_fp8_torch
 from dispatch.kernels.pack import pack, pack_torch
@@ -22,6 +23,7 @@ from dispatch.kernels.routed import ExpertSlots, Routed
 from dispatch.kernels.sigmoid_topk import sigmoid_topk, sigmoid_topk_torch
 from dispatch.kernels.softmax_topk import softmax_topk, softmax_topk_torch
 from dispatch.kernels.swiglu import swiglu, swiglu_torch
+from dispatch.kernels.swiglu_fp8 import swiglu_fp8, swiglu_fp8_torch
 from dispatch.kernels.topk_softmax import topk_softmax, topk_softmax_torch
 from dispatch.layout import HEADER_BYTES, aligned, rows_offset
 from dispatch.routing import LayerRoute
@@ -31,6 +33,7 @@ BF16 = torch.bfloat16
 E4M3 = torch.float8_e4m3fn
 ROUNDING = 2.0**-7  # of the largest element: one unit in the last place of bf16, either side
 FP32_ROUNDING = 1e-5
+FP8_ROUNDING = 0.08  # one unit in the last place of e4m3, from 448 down
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -190,6 +193,12 @@ def _moving(shape: Shape, device: torch.device) -> Iterator[Case]:
     )
     x = torch.randn(shape.tokens, shape.hidden, device=device).to(BF16)
     yield _packing(shape, x, routed, slots)
+    yield Case(
+        kernel="quantise",
+        call=lambda: quantise(x),
+        reference=lambda: quantise_torch(x),
+        least_bytes=x.numel() * 3,
+    )
     rows = torch.randn(shape.choices, shape.hidden, device=device).to(BF16)
     weights = torch.rand(shape.tokens, shape.topk, device=device)
     places = routed.places
@@ -247,7 +256,7 @@ def even_bounds(shape: Shape, device: torch.device) -> torch.Tensor:
 
 def _computing(shape: Shape, device: torch.device) -> Iterator[Case]:
     bounds = even_bounds(shape, device)
-    yield _activation(shape, bounds)
+    yield from _activation(shape, bounds)
     yield _gemm(shape, bounds)
     if device.type == "cpu" or fp8_products(device):
         yield _gemm_fp8(shape, bounds)
@@ -258,20 +267,28 @@ def fp8_products(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _activation(shape: Shape, bounds: torch.Tensor) -> Case:
+def _activation(shape: Shape, bounds: torch.Tensor) -> Iterator[Case]:
     gate_up = torch.randn(shape.choices, 2 * shape.width, device=bounds.device).to(BF16)
 
     def by_torch() -> torch.Tensor:
         gate, up = gate_up.chunk(2, 1)
         return torch.nn.functional.silu(gate) * up
 
-    return Case(
+    yield Case(
         kernel="swiglu",
         call=lambda: swiglu(gate_up, bounds),
         reference=lambda: swiglu_torch(gate_up, bounds),
         least_bytes=3 * shape.choices * shape.width * 2,
         tolerance=ROUNDING,
         rival=by_torch,
+    )
+    yield Case(
+        kernel="swiglu_fp8",
+        call=lambda: swiglu_fp8(gate_up, bounds),
+        reference=lambda: swiglu_fp8_torch(gate_up, bounds),
+        least_bytes=5 * shape.choices * shape.width,
+        tolerance=FP8_ROUNDING,
+        defined=lambda result: (dequantise_torch(*result, torch.float32),),
     )
 
 

@@ -99,5 +99,10 @@ def swiglu(gate_up: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.T
 def swiglu_torch(gate_up: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
     """See `swiglu`."""
     del bounds  # rows that may hold anything may hold the result too
+    return gated_torch(gate_up).to(gate_up.dtype)
+
+
+def gated_torch(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [R, 2I] in fp32: [R, I]."""
     gate, up = gate_up.to(torch.float32).chunk(2, dim=1)
-    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
+    return gate / (1.0 + torch.exp(-gate)) * up

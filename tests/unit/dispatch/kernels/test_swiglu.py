@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from dispatch.errors import InputInvalid
+from dispatch.kernels.fp8 import dequantise_torch, quantise_torch
 from dispatch.kernels.swiglu import swiglu, swiglu_torch
+from dispatch.kernels.swiglu_fp8 import swiglu_fp8, swiglu_fp8_torch
 
 OPERATIONS = (swiglu, swiglu_torch)
 # One rounding to the type, and what exp and division may be off in fp32.
@@ -59,7 +61,46 @@ def test_extremes_are_finite_and_what_is_no_number_stays_visible(interpreted) ->
         assert found[1, 2] == inf
 
 
+def test_the_example_of_the_docstring_in_fp8(interpreted) -> None:
+    for operation in (swiglu_fp8, swiglu_fp8_torch):
+        elements, scales = operation(torch.tensor([[0.0, 40.0, 5.0, 11.2]]))
+        assert elements.float().tolist() == [[0.0, 448.0]]
+        assert scales[0].tolist() == pytest.approx([1.0])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (3, 768), (2, 1300), (5, 130)])
+def test_fp8_holds_the_formula_up_to_its_rounding(interpreted, seed, rows, width, dtype) -> None:
+    gate_up = (torch.randn(rows, 2 * width) * 4).to(dtype)
+    due, due_scales = quantise_torch(formula(gate_up).float())
+    for operation in (swiglu_fp8, swiglu_fp8_torch):
+        elements, scales = operation(gate_up)
+        assert elements.shape == (rows, width)
+        torch.testing.assert_close(scales, due_scales, rtol=1e-5, atol=0)
+        # What is near the middle of two fp8 numbers may be rounded to either.
+        found, wanted = dequantise_torch(elements, scales), dequantise_torch(due, due_scales)
+        torch.testing.assert_close(found, wanted, rtol=2**-3, atol=1e-2)
+        same = (elements.view(torch.uint8) == due.view(torch.uint8)).float()
+        assert rows == 0 or same.mean() >= 0.99 - 1 / width
+
+
+def test_fp8_leaves_rows_out_and_shows_what_is_no_number(interpreted, seed) -> None:
+    gate_up = torch.randn(4, 300)
+    due, due_scales = swiglu_fp8(gate_up)
+    gate_up[2:] = torch.nan
+    bounds = torch.tensor([0, 2])
+    elements, scales = swiglu_fp8(gate_up, bounds)
+    assert torch.equal(elements[:2].view(torch.uint8), due[:2].view(torch.uint8))
+    assert torch.equal(scales[:2], due_scales[:2])
+    elements, scales = swiglu_fp8(gate_up)
+    assert elements[2:].float().isnan().all()
+    assert scales.isfinite().all()
+
+
 def test_wrong_input_is_named() -> None:
+    with pytest.raises(InputInvalid) as caught:
+        swiglu_fp8(torch.zeros(2, 0))
+    assert caught.value.name == "columns of gate_up"
     cases = {
         "columns of gate_up modulo 2": (torch.zeros(2, 3),),
         "dtype of gate_up": (torch.zeros(2, 4).long(),),
