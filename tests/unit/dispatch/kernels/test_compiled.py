@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dispatch.expert_map import ExpertMap
-from dispatch.kernels import fp8, pack, route, sigmoid_topk, softmax_topk, topk_softmax
+from dispatch.kernels import fp8, pack, pack_fp8, route, sigmoid_topk, softmax_topk, topk_softmax
 from dispatch.kernels.routed import ExpertSlots
 from dispatch.routing import LayerRoute
 from tests.support.compiled_kernels import TARGETS, Launch, compiled, recorded
@@ -23,6 +23,7 @@ BUDGETS = {
     "_count_kernel": (80, 2048),
     "_dequantise_kernel": (32, 2048),
     "_quantise_kernel": (56, 64),
+    "_pack_fp8_kernel": (56, 64),
     "_pack_kernel": (40, 0),
     "_place_kernel": (112, 512),
     "_scan_kernel": (72, 8192),
@@ -30,7 +31,7 @@ BUDGETS = {
     "_softmax_topk_kernel": (64, 256),
     "_topk_softmax_kernel": (72, 256),
 }
-FP8_KERNELS = {"_quantise_kernel", "_dequantise_kernel"}
+FP8_KERNELS = {"_quantise_kernel", "_dequantise_kernel", "_pack_fp8_kernel"}
 MOVERS = {"_pack_kernel"}
 
 
@@ -56,6 +57,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         ),
         *recorded(monkeypatch, lambda: route.route(ids, slots), route),
         *recorded(monkeypatch, lambda: fp8.quantise(x), fp8),
+        *recorded(monkeypatch, lambda: pack_fp8.pack_fp8(x, routed, slots, **messages), pack_fp8),
         *recorded(monkeypatch, lambda: fp8.dequantise(*narrow), fp8),
         *recorded(monkeypatch, lambda: pack.pack(x, routed, slots, **messages), pack),
     ]
