@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -131,6 +131,10 @@ class TransferTls(Frozen):
         return self.authority is not None
 
 
+Pattern = Annotated[str, Field(min_length=1, max_length=64)]
+Patterns = tuple[Pattern, ...]
+
+
 class TransferConfig(Frozen):
     """The transfer engine of one process."""
 
@@ -161,6 +165,25 @@ class TransferConfig(Frozen):
         max_length=16,
         description="RDMA devices over which bytes are spread, as mlx5_0 or mlx5_0:2 for another"
         " port than the first; none: all that are up.",
+    )
+    interfaces_include: Patterns = Field(
+        (),
+        max_length=64,
+        description="Where `rails` names none: patterns, as eth*, of network interfaces whose first"
+        " addresses are the rails. A loopback interface is taken only if a pattern matches it.",
+    )
+    interfaces_exclude: Patterns = Field(
+        (),
+        max_length=64,
+        description="The same, of interfaces that are not used; alone: all others that are up are.",
+    )
+    devices_include: Patterns = Field(
+        (),
+        max_length=64,
+        description="Where `devices` names none: patterns, as mlx5_[0-3], of RDMA devices to use.",
+    )
+    devices_exclude: Patterns = Field(
+        (), max_length=64, description="The same, of RDMA devices that are not used."
     )
     shares: TransferShares = TransferShares()
     tls: TransferTls = TransferTls()

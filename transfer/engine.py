@@ -23,7 +23,9 @@ from transfer.links import Links
 from transfer.memory import Memory
 from transfer.movement import Movement
 from transfer.operations import Mover, deadline_after
+from transfer.own_rails import own_rails
 from transfer.peer import LinkState, Peer, PeerLink, PeerTable, name_of
+from transfer.rail_preferences import this_machine
 from transfer.region import Access, OfferTable, Region, RegionKey, make_offer
 from transfer.rendezvous import Rendezvous
 from transfer.staging import Staging
@@ -93,7 +95,8 @@ class TransferEngine(Movement, Arrivals):
 
         Raises:
             OSError: the host cannot be listened on, or a certificate cannot be used.
-            DeviceUnavailable: RDMA, or a device of that name, was asked for and is not there.
+            DeviceUnavailable: RDMA, or a device of that name, was asked for and is not there; or
+                no network interface is left by the patterns.
             EngineClosed: an engine is opened once.
         """
         if self._state != "new":
@@ -103,13 +106,16 @@ class TransferEngine(Movement, Arrivals):
         try:
             self._rendezvous.credentials = Credentials.load(self._config.tls)
             rdma.open(self._config)
+            own = self._links.opener.own = own_rails(self._config, this_machine)
             facts = self._rendezvous.listen(
                 self._config.host,
-                rails=self._config.rails,
+                rails=own.addresses,
                 shared_memory=backend in (TransferBackend.AUTO, TransferBackend.SHARED_MEMORY),
                 tcp=backend in (TransferBackend.AUTO, TransferBackend.TCP),
             )
-            self._rendezvous.facts = msgspec.structs.replace(facts, verbs=rdma.devices)
+            self._rendezvous.facts = msgspec.structs.replace(
+                facts, verbs=rdma.devices, verbs_addresses=rdma.addresses
+            )
             self._board.open()
             self._links.service.open()
             self._loop.start()

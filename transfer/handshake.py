@@ -63,6 +63,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         shared_memory: whether it is willing to share memory.
         tcp: whether it is willing to talk tcp.
         verbs: names of the RDMA devices it uses; none: it has none.
+        verbs_addresses: of each, with the prefix length of its network as far as that is known.
         rails: "host:port" of each address that takes data connections; none: `address` alone.
     """
 
@@ -73,6 +74,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     tcp: bool
     rails: tuple[str, ...] = ()
     verbs: tuple[str, ...] = ()
+    verbs_addresses: tuple[str, ...] = ()
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -52,6 +52,7 @@ class Links:
 
     Attributes:
         staging: answers peers that ask for storages; set by the engine.
+        opener: opens rails; set by `bind`.
     """
 
     staging: Staging
@@ -80,7 +81,7 @@ class Links:
     def bind(self, rendezvous: Rendezvous) -> None:
         """Tell where connections come from."""
         self._rendezvous = rendezvous
-        self._opener = RailOpener(
+        self.opener = RailOpener(
             self._config, self._table, self.rdma, self._tally, self._loop, rendezvous
         )
         self._resumptions = Resumptions(
@@ -88,7 +89,7 @@ class Links:
             rendezvous,
             self._tally,
             timeout_s=self._config.resume_timeout_s,
-            ways=self._opener.ways,
+            ways=self.opener.ways,
             lose=self.lose,
         )
 
@@ -218,7 +219,7 @@ class Links:
         if stale is not None:
             self.lose(stale, stale.evidence or "replaced")
         name = greeted.name
-        requests = self._opener.make_requests(
+        requests = self.opener.make_requests(
             name, backend, greeted.facts, lambda opened: self._on_rails(link, opened)
         )
         control = ControlConnection(
@@ -278,7 +279,7 @@ class Links:
                 return
             link.requests.close(PeerLost(link.name, "no rail"))
             link.backend = "tcp"
-            link.requests = self._opener.make_requests(link.name, "tcp", link.facts)
+            link.requests = self.opener.make_requests(link.name, "tcp", link.facts)
         if link.dialed:
             link.rdma.tell_tried()
         link.decide()

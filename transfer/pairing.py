@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from transfer.preference import RailEnd, RailKind
 from transfer.topology import PciPlace
@@ -49,11 +50,22 @@ def pair_rails(ours: Sequence[RailEnd], theirs: Sequence[RailEnd]) -> tuple[tupl
     return tuple(sorted(chosen.items()))
 
 
+def pair_ends(ours: Sequence[RailEnd], theirs: Sequence[RailEnd]) -> tuple[tuple[int, int], ...]:
+    """Pair ends as `pair_rails` does, but so that every end of both sides is in use.
+
+    Returns:
+        (our index, their index), in the order of the side that has more ends.
+    """
+    if len(ours) >= len(theirs):
+        return pair_rails(ours, theirs)
+    return tuple((i, k) for k, i in pair_rails(theirs, ours))
+
+
 def pair_addresses(
     ours: Sequence[str],
     theirs: Sequence[str],
     interfaces: Mapping[str, Sequence[str]],
-) -> tuple[tuple[str, str], ...]:
+) -> tuple[tuple[int, int], ...]:
     """Pair tcp rails that are plain addresses; the longer side has each of its addresses once.
 
     Args:
@@ -62,19 +74,26 @@ def pair_addresses(
         interfaces: addresses of our interfaces with prefix lengths, which tell our networks.
 
     Returns:
-        (our address, their address).
+        As `pair_ends`.
     """
     prefixed = {
         address.partition("/")[0]: address for found in interfaces.values() for address in found
     }
-    mine = [_address_end("", prefixed.get(address, address)) for address in ours]
-    other = [_address_end("", address) for address in theirs]
-    if len(mine) >= len(other):
-        return tuple((ours[i], theirs[k]) for i, k in pair_rails(mine, other))
-    return tuple((ours[k], theirs[i]) for i, k in pair_rails(other, mine))
+    mine = [address_end("", prefixed.get(address, address)) for address in ours]
+    other = [address_end("", address) for address in theirs]
+    return pair_ends(mine, other)
 
 
-def _address_end(name: str, address: str) -> RailEnd:
+def share_network(one: str, other: str, interfaces: Mapping[str, Sequence[str]]) -> bool:
+    """Whether the peer's address `other` lies in the network of our address `one`."""
+    for address in (address for found in interfaces.values() for address in found):
+        if address.partition("/")[0] == one:
+            return _share_network(address_end("", address), address_end("", other))
+    return False
+
+
+def address_end(name: str, address: str) -> RailEnd:
+    """Return the end that has this address, "10.0.0.5/24"; or none, if it is no number."""
     try:
         known: tuple[str, ...] = (str(ipaddress.ip_interface(address)),)
     except ValueError:
@@ -87,6 +106,11 @@ def _address_end(name: str, address: str) -> RailEnd:
         up=True,
         addresses=known,
     )
+
+
+def rdma_end(name: str, address: str) -> RailEnd:
+    """Return the end of a rail that is an RDMA device with this address."""
+    return replace(address_end(name, address), kind=RailKind.RDMA)
 
 
 def _share_network(one: RailEnd, other: RailEnd) -> bool:

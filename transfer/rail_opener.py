@@ -1,7 +1,8 @@
 """Opens links over rails: which addresses are paired, and what is dialled over them.
 
-Our rails and a peer's are lists of addresses. The i-th of ours is paired with the i-th of the
-peer's, and with what is left over where one list is longer: every address of both is in use.
+Our rails and a peer's are lists of addresses, or of RDMA devices. They are paired by network, see
+`transfer.pairing`, and where one list is longer some of the other are in several pairs: every end
+of both is in use.
 Runs on the engine's thread.
 """
 
@@ -16,7 +17,10 @@ from configs.schema import TransferConfig
 from transfer.backends.tcp import TcpRail
 from transfer.event_loop import EventLoop
 from transfer.handshake import Facts, Purpose
+from transfer.interface_addresses import interface_addresses
 from transfer.negotiation import Greeted, Outcome
+from transfer.own_rails import OwnRails
+from transfer.pairing import pair_addresses
 from transfer.peer import PeerLink, PeerTable
 from transfer.preference import RailKind
 from transfer.priority import shares_of
@@ -55,7 +59,11 @@ class _Trial:
 
 
 class RailOpener:
-    """Opens the data connections of all peers of an engine."""
+    """Opens the data connections of all peers of an engine.
+
+    Attributes:
+        own: our ends of tcp rails; set when the engine is opened.
+    """
 
     def __init__(
         self,
@@ -66,6 +74,7 @@ class RailOpener:
         loop: EventLoop,
         rendezvous: Rendezvous,
     ) -> None:
+        self.own = OwnRails(addresses=config.rails)
         self._config = config
         self._table = table
         self._rdma = rdma
@@ -89,7 +98,7 @@ class RailOpener:
         trial = _Trial(len(rails), tried)
 
         def open_rail(idx: int, done: Callable[[RailLink | None], None]) -> None:
-            self.open(name, rails[idx], idx, requests, trial.watch(done))
+            self.open(name, rails[idx], requests, trial.watch(done))
 
         kind = RailKind.RDMA if verbs else RailKind.INTERFACE
         requests = Requests(
@@ -107,18 +116,21 @@ class RailOpener:
     def rails(self, backend: str, facts: Facts) -> list[RailName]:
         """Return the rails that lead to a peer: by a unix socket on the same host."""
         if backend == "verbs":
-            return self._rdma.rails(facts.verbs)
+            return self._rdma.rails(facts)
         if backend != "tcp":
             return [RailName("unix", "", f"@{facts.local_socket}")]
-        ours = self._config.rails or (self._config.host,)
+        ours = self.own.addresses or (self._config.host,)
         theirs = facts.rails or (facts.address,)
-        count = max(len(ours), len(theirs))
-        return [RailName("tcp", ours[i % len(ours)], theirs[i % len(theirs)]) for i in range(count)]
+        if len(ours) == len(theirs) == 1:
+            return [RailName("tcp", ours[0], theirs[0])]
+        hosts = [address.rpartition(":")[0] for address in theirs]
+        pairs = pair_addresses(ours, hosts, interface_addresses())
+        return [RailName("tcp", ours[i], theirs[k]) for i, k in pairs]
 
     def ways(self, peer: PeerLink) -> list[Way]:
         """Return all addresses at which a peer may be called: as its rails, and as routing goes."""
         named = [Way(None, peer.facts.address)]
-        if not self._config.rails:
+        if not self.own.addresses:
             return named + [Way(None, address) for address in peer.facts.rails]
         rails = self.rails("tcp", peer.facts)
         return [Way(rail.local, rail.remote) for rail in rails] + named
@@ -127,18 +139,17 @@ class RailOpener:
         self,
         name: str,
         rail: RailName,
-        idx: int,
         sink: SliceSink,
         done: Callable[[RailLink | None], None],
     ) -> None:
-        """Make a link over the `idx`-th rail; the callback gets it, or None."""
+        """Make a link over a rail; the callback gets it, or None."""
         peer = self._table.get(name)
         if peer is None or peer.evidence is not None:
             done(None)
             return
         if rail.backend == "verbs":
             assert peer.rdma is not None, "these rails lead to no other peers"
-            peer.rdma.open_rail(rail, idx, sink, done)
+            peer.rdma.open_rail(rail, sink, done)
             return
 
         def dialed(sock: socket.socket | None) -> None:
@@ -168,7 +179,7 @@ class RailOpener:
                 done(None)
 
         # With a single address the routing decides where we call from.
-        source = rail.local if self._config.rails and rail.backend == "tcp" else None
+        source = rail.local if self.own.addresses and rail.backend == "tcp" else None
         self._rendezvous.dial(
             rail.remote, Purpose.DATA, name=peer.name, source=source, on_outcome=dialed
         )

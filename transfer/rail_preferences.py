@@ -20,7 +20,8 @@ def _read_once() -> Topology:
     return read_topology()
 
 
-def _this_machine() -> Topology:
+def this_machine() -> Topology:
+    """Return the machine's topology, read once in a process."""
     # Thousands of small files: a second thread waits instead of reading them too.
     with _looking:
         return _read_once()
@@ -48,7 +49,7 @@ class RailPreferences:
     ) -> None:
         self._addresses = tuple(addresses)
         self._kind = kind
-        self._look = look or _this_machine
+        self._look = look or this_machine
         self._choice = choice
         self._topology: Topology | None = None
         # Two threads may work out the same order; both come to the same result.

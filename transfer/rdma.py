@@ -8,13 +8,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from configs.schema import TransferBackend, TransferConfig
 from transfer.backends import verbs
 from transfer.errors import DeviceUnavailable, ProtocolViolation, RegistrationFailed
 from transfer.event_loop import EventLoop
+from transfer.handshake import Facts
 from transfer.immediates import ImmediateBoard
+from transfer.own_rails import device_choice, why_not
+from transfer.pairing import pair_ends, rdma_end
+from transfer.preference import RailEnd
 from transfer.rail import RailLink, RailName, SliceSink
 from transfer.region import OfferTable, Region, RegionKey
 
@@ -47,10 +52,10 @@ class RdmaPeer:
         self._refused.discard(token)
 
     def open_rail(
-        self, rail: RailName, idx: int, sink: SliceSink, done: Callable[[RailLink | None], None]
+        self, rail: RailName, sink: SliceSink, done: Callable[[RailLink | None], None]
     ) -> None:
-        """Make a link over the `idx`-th rail; the callback gets it, or None."""
-        self._exchange.open_rail(rail, idx, sink, done)
+        """Make a link over a rail; the callback gets it, or None."""
+        self._exchange.open_rail(rail, sink, done)
 
     def reaches(self, region: Region, key: RegionKey, deadline: float) -> bool:
         """Whether the cards move bytes of device memory themselves; waits. Any thread.
@@ -94,7 +99,8 @@ class Rdma:
     """The RDMA devices of one engine.
 
     Attributes:
-        devices: names of those that are open, in the order of rails; () = none.
+        ends: those that are open, as ends of rails; () = none.
+        unused: names of the others, each with the reason.
         missing: why there are none; "" if there are.
     """
 
@@ -103,7 +109,8 @@ class Rdma:
         self._loop = loop
         self._board = board
         self._backend: VerbsBackend | None = None
-        self.devices: tuple[str, ...] = ()
+        self.ends: tuple[RailEnd, ...] = ()
+        self.unused: tuple[tuple[str, str], ...] = ()
         self.missing = "this engine's configuration excludes it"
 
     def open(self, config: TransferConfig) -> None:
@@ -118,23 +125,36 @@ class Rdma:
             self.missing = "TLS is on, and cannot encrypt what RDMA devices move"
             return
         required = config.backend is TransferBackend.VERBS or bool(config.devices)
-        self.missing = verbs.unavailable() or self._open(config.devices)
+        self.missing = verbs.unavailable() or self._open(config)
         if self.missing and required:
             raise DeviceUnavailable("rdma", self.missing)
 
-    def _open(self, wanted: tuple[str, ...]) -> str:
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices that are open, in the order of rails; () = none."""
+        return tuple(end.name for end in self.ends)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Their addresses, in the same order."""
+        return tuple(end.addresses[0] for end in self.ends)
+
+    def _open(self, config: TransferConfig) -> str:
         from transfer.backends.verbs.backend import VerbsBackend
         from transfer.backends.verbs.binding import PyverbsError, error_text
 
         backend = VerbsBackend(self._offers, self._loop)
+        choice = device_choice(config)
         try:
-            self.devices = backend.open(wanted)
+            self.ends = backend.open(config.devices, partial(why_not, choice))
         except (LookupError, OSError) as error:
             return str(error)
         except PyverbsError as error:
             return error_text(error)
-        if not self.devices:
-            return "no RDMA device is up"
+        self.unused = tuple(backend.unused)
+        if not self.ends:
+            found = ", ".join(f"{name} ({reason})" for name, reason in self.unused)
+            return f"no RDMA device is up and chosen, of: {found}" if found else "no RDMA device"
         self._backend = backend
         return ""
 
@@ -172,7 +192,7 @@ class Rdma:
                 self._loop.call(lambda: lose(problem))
 
         return RdmaPeer(
-            self._backend.connect(name, len(theirs), send=send, count=count, on_tried=on_tried)
+            self._backend.connect(name, theirs, send=send, count=count, on_tried=on_tried)
         )
 
     def disconnect(self, peer: RdmaPeer) -> None:
@@ -180,13 +200,12 @@ class Rdma:
         assert self._backend is not None
         self._backend.disconnect(peer._exchange)
 
-    def rails(self, theirs: tuple[str, ...]) -> list[RailName]:
-        """Return the rails to a peer: our i-th device with its i-th, all of both in use."""
-        ours = self.devices
-        count = max(len(ours), len(theirs))
-        return [
-            RailName("verbs", ours[i % len(ours)], theirs[i % len(theirs)]) for i in range(count)
-        ]
+    def rails(self, facts: Facts) -> list[RailName]:
+        """Return the rails to a peer: by network, then by name, all devices of both in use."""
+        addresses = (*facts.verbs_addresses, *[""] * len(facts.verbs))
+        theirs = [rdma_end(*pair) for pair in zip(facts.verbs, addresses, strict=False)]
+        pairs = pair_ends(self.ends, theirs)
+        return [RailName("verbs", self.ends[i].name, theirs[k].name) for i, k in pairs]
 
     def release(self, region: Region) -> None:
         """Deregister a region. Any thread."""

@@ -46,12 +46,17 @@ class VerbsNode:
         self.loop = EventLoop(name, on_tick=self._on_tick)
         self.offers = OfferTable(name)
         self.backend = VerbsBackend(self.offers, self.loop)
-        assert self.backend.open(devices) == devices
+        ends = self.backend.open(devices, lambda _: "")
+        assert tuple(end.name for end in ends) == devices
         self.loop.start()
         self.loop.ask(self.backend.start)
         self.exchange = self.loop.ask(
             lambda: self.backend.connect(
-                peer, len(devices), send=self._send, count=self._count, on_tried=lambda: None
+                peer,
+                tuple(map(str, range(len(devices)))),
+                send=self._send,
+                count=self._count,
+                on_tried=lambda: None,
             )
         )
         self.requests = Requests(
@@ -119,7 +124,7 @@ class VerbsNode:
 
     def _open_rail(self, idx: int, done: Any) -> None:
         name = RailName("verbs", self.devices[idx], str(idx))
-        self.exchange.open_rail(name, idx, self.requests, done)
+        self.exchange.open_rail(name, self.requests, done)
 
     def _on_tick(self, now: float) -> None:
         if hasattr(self, "requests"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.machines import machine, write_machine
-from transfer.pairing import pair_addresses, pair_rails
+from transfer.pairing import pair_addresses, pair_rails, share_network
 from transfer.preference import (
     RailChoice,
     RailEnd,
@@ -251,9 +251,16 @@ def test_nothing_pairs_with_nobody(sides: tuple[list[RailEnd], list[RailEnd]]) -
 def test_tcp_addresses_pair_within_our_networks() -> None:
     interfaces = {"eth0": ["10.1.0.1/24"], "eth1": ["10.2.0.1/24", "fd00::1/64"]}
     ours, theirs = ["10.1.0.1", "10.2.0.1"], ["10.2.0.9", "10.1.0.9"]
-    assert pair_addresses(ours, theirs, interfaces) == (
-        ("10.1.0.1", "10.1.0.9"),
-        ("10.2.0.1", "10.2.0.9"),
-    )
+    assert pair_addresses(ours, theirs, interfaces) == ((0, 1), (1, 0))
     # Without knowing networks, and for names, the order decides; the longer side is used up.
-    assert pair_addresses(["a", "b"], ["x", "y", "z"], {}) == (("a", "x"), ("b", "y"), ("b", "z"))
+    assert pair_addresses(["a", "b"], ["x", "y", "z"], {}) == ((0, 0), (1, 1), (1, 2))
+    assert pair_addresses(["a", "b", "c"], ["x"], {}) == ((0, 0), (1, 0), (2, 0))
+
+
+def test_whether_an_address_is_a_neighbours() -> None:
+    interfaces = {"eth0": ["10.1.0.1/24"], "eth1": ["10.2.0.1/32"]}
+    assert share_network("10.1.0.1", "10.1.0.77", interfaces)
+    assert not share_network("10.1.0.1", "10.2.0.77", interfaces)
+    assert not share_network("10.2.0.1", "10.2.0.1", interfaces), "a network of one tells nothing"
+    assert not share_network("10.3.0.1", "10.3.0.2", interfaces)
+    assert not share_network("10.1.0.1", "a-host", interfaces)

@@ -9,6 +9,8 @@ from functools import partial
 from transfer.backends.verbs.device import Device, open_devices
 from transfer.backends.verbs.exchange import PeerExchange
 from transfer.event_loop import READABLE, EventLoop
+from transfer.pairing import rdma_end
+from transfer.preference import RailEnd
 from transfer.region import OfferTable, Region
 
 logger = logging.getLogger(__name__)
@@ -18,22 +20,30 @@ _abandoned: list[object] = []
 
 
 class VerbsBackend:
-    """The RDMA devices of one engine."""
+    """The RDMA devices of one engine.
+
+    Attributes:
+        unused: names of those that are not, each with the reason.
+    """
 
     def __init__(self, offers: OfferTable, loop: EventLoop) -> None:
         self._offers = offers
         self._loop = loop
         self._devices: list[Device] = []
+        self.unused: list[tuple[str, str]] = []
         self._peers: dict[str, PeerExchange] = {}
 
-    def open(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """Open devices, before the loop starts; return their names, () if none is up.
+    def open(self, wanted: Sequence[str], unfit: Callable[[str], str]) -> tuple[RailEnd, ...]:
+        """Open devices, before the loop starts; see `open_devices`.
+
+        Returns:
+            Them as ends of rails; () if none is up.
 
         Raises:
             PyverbsError, LookupError: a device was named that is not there.
         """
-        self._devices = open_devices(wanted)
-        return tuple(device.name for device in self._devices)
+        self._devices, self.unused = open_devices(wanted, unfit)
+        return tuple(rdma_end(device.name, device.network) for device in self._devices)
 
     def start(self) -> None:
         """Watch the devices. On the engine's thread."""
@@ -43,7 +53,7 @@ class VerbsBackend:
     def connect(
         self,
         name: str,
-        num_theirs: int,
+        theirs: tuple[str, ...],
         *,
         send: Callable[[bytes], None],
         count: Callable[[list[int]], None],
@@ -53,13 +63,13 @@ class VerbsBackend:
 
         Args:
             name: of the peer.
-            num_theirs: how many devices it has.
+            theirs: names of its devices.
             send: puts a message on its control connection.
             count: takes its immediates, on the engine's thread.
             on_tried: told once that it knows how it will reach us.
         """
         exchange = PeerExchange(
-            name, self._devices, num_theirs, self._offers, self._loop,
+            name, self._devices, theirs, self._offers, self._loop,
             send=send, count=count, on_tried=on_tried,
         )  # fmt: skip
         self._peers[name] = exchange

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,6 +22,7 @@ from transfer.backends.verbs.binding import (
     is_event_file,
     opening,
 )
+from transfer.interface_addresses import interface_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,16 @@ class Device:
         except PyverbsError:
             return False
 
+    @property
+    def network(self) -> str:
+        """Its address with the length of its network's prefix, "10.0.0.5/24", if that is known."""
+        gid = ipaddress.IPv6Address(self.gid)
+        if self.is_infiniband or gid.is_link_local:
+            return f"{gid}/64"
+        own = gid.ipv4_mapped or gid
+        known = interface_addresses().get(self.interface, ())
+        return next((a for a in known if ipaddress.ip_interface(a).ip == own), str(own))
+
     def take_events(self) -> list[str]:
         """Return what happened to the port that ends its rails; never waits."""
         found: list[str] = []
@@ -158,27 +169,43 @@ def device_names() -> list[str]:
     return sorted((str(device.name.decode()) for device in get_device_list()), key=_natural)
 
 
-def open_devices(wanted: Sequence[str]) -> list[Device]:
-    """Open the named devices; none named: all that are up.
+def open_devices(
+    wanted: Sequence[str], unfit: Callable[[str], str]
+) -> tuple[list[Device], list[tuple[str, str]]]:
+    """Open the named devices; none named: all that are up and fit.
+
+    Args:
+        wanted: names.
+        unfit: says why one is not to be used where none is named; "" if it is.
+
+    Returns:
+        The devices, and the names of the others, each with the reason why it is not used.
 
     Raises:
         PyverbsError, LookupError: a named one is not there, or has no address.
     """
     if wanted:
-        return [Device(name) for name in wanted]
-    found = []
+        rest = [(name, "not in `devices`") for name in device_names() if name not in wanted]
+        return [Device(name) for name in wanted], rest
+    found: list[Device] = []
+    unused: list[tuple[str, str]] = []
     for name in device_names():
+        if reason := unfit(name):
+            unused.append((name, reason))
+            continue
         try:
             device = Device(name)
         except (PyverbsError, LookupError) as error:
             text = error_text(error) if isinstance(error, PyverbsError) else error
             logger.warning("RDMA device %s is not used: %s", name, text)
+            unused.append((name, str(text)))
             continue
         if device.is_up:
             found.append(device)
         else:
+            unused.append((name, "down"))
             device.close()
-    return found
+    return found, unused
 
 
 def _natural(name: str) -> tuple[str, int]:

@@ -58,7 +58,7 @@ class PeerExchange:
     Args:
         name: of the peer.
         devices: ours, in the order of rails.
-        num_theirs: how many devices the peer has.
+        theirs: names of the peer's devices.
         send: puts a message on the control connection. Any thread, never waits.
         count: takes the peer's immediates.
         on_tried: told once that the peer knows how it will reach us.
@@ -68,7 +68,7 @@ class PeerExchange:
         self,
         name: str,
         devices: list[Device],
-        num_theirs: int,
+        theirs: tuple[str, ...],
         offers: OfferTable,
         loop: EventLoop,
         *,
@@ -78,7 +78,7 @@ class PeerExchange:
     ) -> None:
         self.name = name
         self._devices = devices
-        self._num_theirs = num_theirs
+        self._theirs = theirs
         self._offers = offers
         self._loop = loop
         self._send_bytes = send
@@ -93,9 +93,10 @@ class PeerExchange:
         self._next_number = 1
         self._is_open = True
 
-    def open_rail(self, rail: RailName, idx: int, sink: SliceSink, done: Opened) -> None:
-        """Make a link over the `idx`-th rail: our device with the peer's; call back with it."""
-        device, theirs = self._devices[idx % len(self._devices)], idx % self._num_theirs
+    def open_rail(self, rail: RailName, sink: SliceSink, done: Opened) -> None:
+        """Make a link over a rail: our device with the peer's; call back with it."""
+        device = next(device for device in self._devices if device.name == rail.local)
+        theirs = self._theirs.index(rail.remote)
         try:
             link = VerbsRail(
                 rail, theirs, self._domain(device), self._loop, sink, self._keys,
@@ -296,8 +297,8 @@ class PeerExchange:
     def _on_key(
         self, token: bytes, places: tuple[tuple[int, int], ...] | None, status: Status
     ) -> None:
-        if places is not None and len(places) != self._num_theirs:
-            raise ProtocolViolation(f"a key for {len(places)} devices, not {self._num_theirs}")
+        if places is not None and len(places) != len(self._theirs):
+            raise ProtocolViolation(f"a key for {len(places)} devices, not {len(self._theirs)}")
         if not self._keys.told(token, places):
             raise ProtocolViolation("a key was told that nobody has asked for")
         for rail in list(self._rails.values()):
