@@ -22,6 +22,7 @@ from elastic import Coordinator, ElasticError, ExpertLoader, Member, Role, Stopp
 from elastic.expert_source import EachExpert
 from elastic.peer_experts import ExpertServer, PeerExpertSource, Slabs
 from kvstore import KVStoreError
+from moe_runtime.dispatch_load import DispatchLoad
 from moe_runtime.front_link import FrontLink
 from moe_runtime.group_member import WorkerMember
 from moe_runtime.messages import Goodbye, Hello
@@ -169,6 +170,7 @@ class Incarnation:
             link=link,
             eos_token_ids=weights.checkpoint.spec.eos_token_ids,
             idle_interval_s=config.elastic.watch_interval_s,
+            dispatch_load=DispatchLoad(dispatcher, self._around.rank),
         )
 
     def _layout(self) -> DispatchLayout:

@@ -68,7 +68,12 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """How busy a worker is; sent every half second and after each view change."""
+    """How busy a worker is; sent every half second and after each view change.
+
+    Attributes:
+        counters: Totals of this life.
+        gauges: Values of this moment, `moe_runtime.dispatch_load` names them.
+    """
 
     incarnation: str
     running: Count
@@ -77,6 +82,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     num_pages: Count
     epoch: Count
     counters: dict[str, float]
+    gauges: dict[str, float] = {}
 
 
 class ViewCommitted(msgspec.Struct, frozen=True, tag=True):

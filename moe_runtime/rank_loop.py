@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from dispatch import TransferDispatcher
     from elastic import Coordinator, View
+    from moe_runtime.dispatch_load import DispatchLoad
     from moe_runtime.front_link import FrontLink
     from moe_runtime.messages import FrontMessage
     from moe_runtime.models.paged_kv import PagedKV
@@ -63,6 +64,7 @@ class RankLoop:
         link: FrontLink,
         eos_token_ids: tuple[int, ...],
         idle_interval_s: float,
+        dispatch_load: DispatchLoad | None = None,
     ) -> None:
         self._incarnation = incarnation
         self._engine = engine
@@ -76,6 +78,7 @@ class RankLoop:
         self._link = link
         self._eos_token_ids = eos_token_ids
         self._idle_interval_s = idle_interval_s
+        self._dispatch_load = dispatch_load
         self._epoch = view.epoch
         self._next_load = 0.0
         self._leaving = False
@@ -232,6 +235,9 @@ class RankLoop:
         if now < self._next_load:
             return
         self._next_load = now + LOAD_INTERVAL_S
+        gauges: dict[str, float] = {}
+        if self._dispatch_load is not None:
+            gauges = self._dispatch_load.gauges(self._dispatch_load.update(now))
         self._link.send(
             Load(
                 incarnation=self._incarnation,
@@ -241,11 +247,14 @@ class RankLoop:
                 num_pages=self._pool.num_pages,
                 epoch=self._epoch,
                 counters=self._all_counters(),
+                gauges=gauges,
             )
         )
 
     def _all_counters(self) -> dict[str, float]:
         counters = self._counters | {"preemptions": float(self._scheduler.num_preemptions)}
+        if self._dispatch_load is not None:
+            counters |= self._dispatch_load.counters()
         return counters if self._blocks is None else counters | self._blocks.counters()
 
 

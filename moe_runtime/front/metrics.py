@@ -41,6 +41,17 @@ LATENCIES = {
 #: counters of a worker's `Load` that have a vLLM name
 WORKER_COUNTERS = {"preemptions": "vllm:num_preemptions"}
 WORKER_COUNTER_NAMES_MAX = 64
+#: gauges of a worker's `Load` -> metric, help; one time series for each rank
+WORKER_GAUGES = {
+    "dispatch_rows_per_s": (
+        "moe_runtime_dispatch_rows_per_second",
+        "Rows that arrived for the rank's experts, decayed rate.",
+    ),
+    "expert_load_ratio": (
+        "moe_runtime_expert_load_ratio",
+        "Busiest expert of the rank over the mean of its layer's there.",
+    ),
+}
 
 
 class Metrics:
@@ -167,6 +178,7 @@ class _State(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._loads()
+        yield from self._dispatch_loads()
         yield self._gauge("moe_runtime_view_epoch", "Current view.", self._router.epoch)
         yield self._gauge("moe_runtime_members", "In the view.", len(self._router.members))
         yield self._gauge(
@@ -209,6 +221,26 @@ class _State(Collector):
             waiting.add_metric(values, load.waiting)
             usage.add_metric(values, 1 - load.free_pages / max(1, load.num_pages))
         yield from (running, waiting, usage)
+
+    def _dispatch_loads(self) -> Iterator[Metric]:
+        workers = [
+            (str(worker.hello.rank), worker.load.gauges)
+            for name, worker in sorted(self._router.workers.items())
+            if worker.load is not None and name in self._router.members
+        ]
+        for gauge, (name, text) in WORKER_GAUGES.items():
+            family = GaugeMetricFamily(name, text, labels=["model_name", "engine"])
+            for rank, gauges in workers:
+                if gauge in gauges:
+                    family.add_metric([self._model_name, rank], gauges[gauge])
+            yield family
+        rates = [gauges.get("dispatch_rows_per_s", 0.0) for _, gauges in workers]
+        even = sum(rates) / len(rates) if rates else 0.0
+        yield self._gauge(
+            "moe_runtime_rank_load_ratio",
+            "Busiest rank's rows over the mean of the ranks; 1 is even.",
+            max(rates) / even if even else 1.0,
+        )
 
     @staticmethod
     def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
