@@ -16,6 +16,7 @@ from transfer.handshake import (
 )
 
 _FACTS = Facts(address="127.0.0.1:1", host="h", local_socket="s", shared_memory=True, tcp=True)
+_PURPOSES = tuple(Purpose)
 
 
 def _machines() -> tuple[DialerHandshake, AcceptorHandshake]:
@@ -29,10 +30,14 @@ def _machines() -> tuple[DialerHandshake, AcceptorHandshake]:
 
 
 def seeds() -> list[bytes]:
-    """Both sides' words of a whole conversation; the first byte chooses the listener."""
+    """Both sides' words of whole conversations; the first byte chooses listener and purpose."""
+    return [seed for idx in range(len(_PURPOSES)) for seed in _seeds_of(idx)]
+
+
+def _seeds_of(idx: int) -> list[bytes]:
     dialer, acceptor = _machines()
     heard: dict[int, bytes] = {0: b"", 1: b""}
-    message = dialer.start(Purpose.CONTROL)
+    message = dialer.start(_PURPOSES[idx])
     side = 1
     while message:
         heard[side] += message
@@ -41,7 +46,7 @@ def seeds() -> list[bytes]:
         if acceptor.done and side:
             message = acceptor.ready()
         side = 1 - side
-    return [bytes([who]) + data for who, data in heard.items()]
+    return [bytes([who + 2 * idx]) + data for who, data in heard.items()]
 
 
 def run(data: bytes) -> None:
@@ -49,13 +54,14 @@ def run(data: bytes) -> None:
     if not data:
         return
     dialer, acceptor = _machines()
-    dialer.start(Purpose.CONTROL)
+    dialer.start(_PURPOSES[data[0] // 2 % len(_PURPOSES)])
     machine: Handshake = acceptor if data[0] & 1 else dialer
     with contextlib.suppress(HandshakeRefused, ProtocolViolation):
         _feed(machine, data[1:])
     # The secret's proof covers a fresh nonce: no input that was made before can be one.
     assert not machine.done
     assert machine.peer_facts is None
+    assert machine.session == b""
     assert len(machine._buffer) <= MESSAGE_BYTES_MAX + 2
 
 

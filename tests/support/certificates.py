@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import tempfile
 from datetime import datetime
@@ -32,11 +33,8 @@ class Authority:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="certificates-")
-
-
-@functools.cache
 def member_tls() -> TransferTls:
     """One member's files, made once per process."""
-    return Authority(Path(_folder().name)).member()
+    folder = tempfile.TemporaryDirectory(prefix="certificates-")
+    atexit.register(folder.cleanup)
+    return Authority(Path(folder.name)).member()

@@ -54,17 +54,21 @@ def exactly(sock: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def greet(engine: TransferEngine, purpose: Purpose, name: str, facts: Facts) -> socket.socket:
+def greet(engine: TransferEngine, purpose: Purpose, name: str, facts: Facts,
+          told: bytes | None = None) -> socket.socket:  # fmt: skip
     """Authenticate as a member with whatever facts, and what it was told as `name` before."""
     host, port = engine.address.split(":")
     sock = socket.create_connection((host, int(port)), timeout=SOON_S)
-    session = engine._table.session(name)
+    session = engine._table.session(name) if told is None else told
     machine = DialerHandshake(
         secret=SECRET, name=name, facts=facts, admit=lambda *_: None, sessions=lambda _: session
     )
-    sock.sendall(machine.start(purpose))
-    while not machine.done:
-        sock.sendall(machine.feed(exactly(sock, machine.needed)))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sock)
+        sock.sendall(machine.start(purpose))
+        while not machine.done:
+            sock.sendall(machine.feed(exactly(sock, machine.needed)))
+        stack.pop_all()
     return sock
 
 
@@ -215,6 +219,24 @@ def test_a_second_member_with_a_stolen_key_gets_nothing() -> None:
                     call(b.name, loot, key, 0, 0, 64).wait(SOON_S)
             assert not theirs.tensor.any()
             assert loot.tensor.all()
+
+
+@both_backends
+@pytest.mark.parametrize("purpose", [p for p in Purpose if p is not Purpose.CONTROL])
+def test_a_member_opens_nothing_under_the_name_of_another(backend: str, purpose: Purpose) -> None:
+    """With the secret, a control connection of its own, and the session key of that."""
+    with engine_pair(backend) as (hub, anna):
+        mallory = new_name()
+        with greet(hub, Purpose.CONTROL, mallory, facts_like(anna, local_socket="none")):
+            known = [hub._table.session(mallory), b"", secrets.token_bytes(32)]
+            assert known[0]
+            for session in known:
+                with pytest.raises((ConnectionError, HandshakeRefused)):
+                    greet(hub, purpose, anna.name, facts_like(anna), told=session)
+        eventually(lambda: hub.statistics().refused_handshakes == len(known), "counted")
+        source, target = anna.register(torch.ones(64).byte()), hub.register(allocate(64))
+        anna.write(hub.name, source, offer(hub, target, anna), 0, 0, 64).wait(SOON_S)
+        assert target.tensor.tolist() == [1] * 64
 
 
 def test_two_engines_of_one_name() -> None:

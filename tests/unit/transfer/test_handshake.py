@@ -10,8 +10,10 @@ import pytest
 
 from transfer.errors import HandshakeRefused, ProtocolViolation
 from transfer.handshake import (
+    HALF_BYTES,
     LENGTH_BYTES,
     MESSAGE_BYTES_MAX,
+    TLS_STARTS,
     VERSION,
     AcceptorHandshake,
     Admission,
@@ -226,3 +228,62 @@ def test_the_same_message_twice_is_out_of_turn() -> None:
 def _framed(message: msgspec.Struct) -> bytes:
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def sharing(session: bytes) -> Sessions:
+    return {"dialer": session, "acceptor": session}.get
+
+
+def test_the_ends_of_a_control_connection_come_to_one_session_key_and_never_again() -> None:
+    keys = set()
+    for _ in range(3):
+        left, right = dialer(), acceptor()
+        run(left, right, [])
+        assert left.session == right.session
+        assert len(left.session) == HALF_BYTES
+        keys.add(left.session)
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("purpose", [p for p in Purpose if p is not Purpose.CONTROL])
+def test_further_connections_need_the_session_key_at_both_ends(purpose: Purpose) -> None:
+    key = secrets.token_bytes(HALF_BYTES)
+    left, right = dialer(sessions=sharing(key)), acceptor(sessions=sharing(key))
+    run(left, right, [], purpose)
+    assert left.done
+    assert right.done
+    for other in (strangers, sharing(secrets.token_bytes(HALF_BYTES))):
+        left, right = dialer(sessions=other), acceptor(sessions=sharing(key))
+        with pytest.raises(HandshakeRefused, match="wrong dialer proof"):
+            run(left, right, [], purpose)
+        left, right = dialer(sessions=sharing(key)), acceptor(sessions=other)
+        with pytest.raises(HandshakeRefused, match="wrong dialer proof"):
+            run(left, right, [], purpose)
+
+
+@pytest.mark.parametrize("channels", [(b"one", b"two"), (b"", b"two"), (b"one", b"")])
+def test_a_conversation_that_changes_its_channel_on_the_way_fails(
+    channels: tuple[bytes, bytes],
+) -> None:
+    left, right = dialer(), acceptor()
+    left.bind(channels[0])
+    right.bind(channels[1])
+    with pytest.raises(HandshakeRefused, match="wrong dialer proof"):
+        run(left, right, [])
+
+
+def test_on_one_channel_it_succeeds() -> None:
+    left, right = dialer(), acceptor()
+    left.bind(b"one")
+    right.bind(b"one")
+    run(left, right, [])
+    assert left.done
+
+
+@pytest.mark.parametrize("start", TLS_STARTS)
+def test_who_speaks_tls_to_one_that_does_not_is_told_apart(start: bytes) -> None:
+    waiting = dialer()
+    waiting.start(Purpose.CONTROL)
+    for machine in (acceptor(), waiting):
+        with pytest.raises(HandshakeRefused, match="speaks TLS only"):
+            machine.feed(start)
