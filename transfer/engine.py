@@ -18,6 +18,7 @@ from transfer.calling import Caller
 from transfer.errors import DeviceUnavailable, EngineClosed, PeerLost, PeerUnknown, TransferTimeout
 from transfer.event_loop import EventLoop
 from transfer.explanation import Explanation, explain_link, explain_self
+from transfer.forked import REASON, disown
 from transfer.handlers import LostHandler, NotifyHandler
 from transfer.links import Links
 from transfer.memory import Memory
@@ -368,13 +369,16 @@ class TransferEngine(Movement, Arrivals):
     def _abandon(self) -> None:
         """In a forked child: close our copies of the descriptors, touching no lock."""
         self._state = "forked"
-        self._loop.failure = EngineClosed("the engine belongs to the parent process")
+        self._loop.failure = EngineClosed(REASON)
         self._rendezvous.abandon()
         for link in self._table.links():
             link.abandon()
         self._board.abandon()
         self._links.service.abandon()
+        self._staging.abandon()
         self._loop.abandon()
+        disown(self._mover, keep=frozenset({"_name", "_timeout_s"}))
+        disown(self, keep=frozenset({"name", "_config", "_state"}))
 
 
 def _abandon_all() -> None:

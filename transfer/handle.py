@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Generator
 from typing import Final, Protocol
 
-from transfer.errors import TransferError, TransferTimeout
+from transfer.errors import EngineClosed, TransferError, TransferTimeout
+from transfer.forked import REASON
 
 # A deadline is enforced by the engine's thread; whoever waits gives it this long to do so.
 GRACE_S: Final = 1.0
@@ -176,6 +177,13 @@ class Transfer:
         for callback in callbacks:
             callback()
         return True
+
+    def abandon(self) -> None:
+        """End it in a forked child, without the lock that another thread may have held."""
+        if not self._finished:
+            self._lock = threading.Lock()
+            self._error = EngineClosed(REASON)
+            self._finished = True
 
     def timed_out(self) -> TransferTimeout:
         """Describe it as not finished in time. For the engine."""

@@ -187,6 +187,8 @@ class Requests:
 
     def abandon(self) -> None:
         """Close the descriptors only: the way out after a fork."""
+        for operation in list(self._core.operations.values()):
+            operation.handle.abandon()
         for link in self._links:
             if link is not None:
                 link.abandon()

@@ -189,6 +189,11 @@ class Staging:
         """Wait until what a peer was doing under a withdrawn key has ended."""
         self._service.quiesce(token, WITHDRAW_S)
 
+    def abandon(self) -> None:
+        """Fail what is under way: the way out after a fork."""
+        for handle in list(self._open):
+            handle.abandon()
+
     def close(self) -> None:
         """Fail what waits, wait for what moves, free threads and buffers; idempotent."""
         with self._lock:
