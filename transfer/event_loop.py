@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.02
 # How long something is left to whoever is about to do it (`call_soon`).
-SOON_S: Final = 0.002
+SOON_S: Final = 0.004
 JOIN_S: Final = 5.0
 READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT

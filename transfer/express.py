@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from transfer.handle import Transfer
 from transfer.pieces import one_piece
@@ -18,6 +18,9 @@ from transfer.priority import Priority
 from transfer.region import Region
 from transfer.slices import Operation, Slice
 from transfer.wire import SLICE_BYTES, RequestKind
+
+if TYPE_CHECKING:
+    from transfer.rail import ExpressLink
 
 EXPRESS_BYTES_MAX: Final = min(1 << 20, SLICE_BYTES)
 
@@ -34,12 +37,14 @@ class Express(Transfer):
         priority: its class of traffic.
         transfer_id: unique per peer, ascending.
         oldest: lowest transfer id that was unfinished when it was posted.
-        lane: what it was posted to; the rail's own.
+        way: the link that it was posted to.
+        lane: what carries it; the link's own.
         part: its slice, once it was unfolded.
     """
 
     transfer_id = 0
     oldest = 0
+    way: ExpressLink | None = None
     lane: object = None
     part: Slice | None = None
 
@@ -69,6 +74,12 @@ class Express(Transfer):
         self.started = now = time.monotonic()
         self.deadline = now + timeout_s
         self._lock = threading.Lock()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """As of any transfer; its lane is led the short way first."""
+        if not self._finished and timeout_s is None and self.way is not None:
+            self.way.lead(self)
+        super().wait(timeout_s)
 
     @property
     def handle(self) -> Transfer:

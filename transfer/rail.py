@@ -125,6 +125,9 @@ class ExpressLink(RailLink, Protocol):
     def post_express(self, message: Express) -> bool:
         """Send a small one, take a large one; never blocks. False if there is no lane for it."""
 
+    def lead(self, message: Express) -> None:
+        """In the thread that waits for it, move the bytes of its lane until something ended."""
+
     def push(self, message: Express) -> None:
         """Send of a large one what the kernel takes now. The caller holds no lock."""
 

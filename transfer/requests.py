@@ -115,7 +115,8 @@ class Requests:
             link = self.express
             if link is None or len(core.operations) >= OPERATIONS_MAX:
                 return False
-            message.rail, message.link = link.rail, link
+            message.rail = link.rail
+            message.way = message.link = link
             if not core.post_express(message):
                 return False
             if not link.post_express(message):

@@ -167,13 +167,15 @@ class SprayCore:
 
     def finish_express(self, message: Express) -> None:
         """It was answered, and well."""
-        self.take_back(message)
-        rail = self.rails[0]
+        del self.operations[message.transfer_id]
+        rail, nbytes = self.rails[0], message.nbytes
         rail.slices_done += 1
-        rail.bytes_done += message.nbytes
+        rail.bytes_done += nbytes
+        if message.priority is not Priority.ACTIVATIONS:
+            rail.out_bytes -= nbytes
 
     def take_back(self, message: Express) -> None:
-        """It is not under way (any more)."""
+        """It could not be posted."""
         del self.operations[message.transfer_id]
         if message.priority is not Priority.ACTIVATIONS:
             self.rails[0].out_bytes -= message.nbytes

@@ -22,7 +22,7 @@ from transfer.backends.lane import LaneLike, lane_kind, tune
 from transfer.backends.python_lane import Finished
 from transfer.event_loop import READABLE, WRITABLE, EventLoop
 from transfer.express import Express
-from transfer.handle import Transfer
+from transfer.handle import DRIVE_S, Transfer
 from transfer.priority import Priority
 from transfer.rail import RailName, SliceSink
 from transfer.slices import Slice
@@ -51,12 +51,14 @@ class _Entry:
     Attributes:
         interest: what the engine's thread waits for.
         leader: identity of the thread that leads it, 0 = none.
+        alone: the lane, as the only one to be moved.
     """
 
     lane: LaneLike
     urgent: bool
     interest: int
     leader: int = 0
+    alone: tuple[LaneLike, ...] = ()
 
 
 class TcpRail:
@@ -119,6 +121,8 @@ class TcpRail:
                 self._carried[part] = entry
                 self._num_carried[entry.urgent] += 1
                 self._attend_to_posted(entry)
+                if part.operation.num_slices > 1 or entry.lane.unsent:
+                    self._call_soon()
                 return
         # The link is breaking: whoever finds out will say so, but not about this slice.
         self._loop.call(lambda: self._sink.failed(self, [part], "no lane"))
@@ -162,6 +166,22 @@ class TcpRail:
         self._report(self._kind.progress([entry.lane for entry in found], timeout_s), found)
         return True
 
+    def lead(self, message: Express) -> None:
+        """`progress` and `leave` for a message that is alone, with as little as can be."""
+        entry = cast("_Entry", message.lane)
+        with self._lock:
+            if entry.leader or not entry.lane.in_flight:
+                return
+            entry.leader = threading.get_ident()
+            if entry.interest:
+                self._watch(entry, 0)
+        finished = self._kind.progress(entry.alone, DRIVE_S)
+        with self._lock:
+            entry.leader = 0
+            if entry.lane.in_flight:
+                self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+        self._report(finished, () if finished else (entry,))
+
     def leave(self) -> None:
         """End the leads of the calling thread: the engine's thread takes over."""
         with self._lock:
@@ -170,10 +190,15 @@ class TcpRail:
     def attend(self) -> None:
         """Let the engine's thread move the bytes of lanes that nobody leads. At every tick too."""
         with self._lock:
-            self._attends_soon = False
             for entry in self._entries:
                 if not entry.leader:
                     self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+
+    def _attend_left(self) -> None:
+        """Nobody has waited for a moment: see to what is under way without a leader."""
+        with self._lock:
+            self._attends_soon = False
+            self._release(0, ())
 
     def suspect(self, evidence: str) -> None:
         """Nothing to do: the owner drops what comes a second time."""
@@ -254,16 +279,15 @@ class TcpRail:
             return
         # Most likely somebody is about to wait for it, and to lead: the engine's thread would
         # only be woken in vain.
-        in_flight = entry.lane.in_flight
-        if entry.interest and in_flight == 1:
+        if entry.interest and entry.lane.in_flight == 1:
             self._watch(entry, 0)
-        if not entry.urgent or in_flight > UNATTENDED_MAX:
+        if self._num_carried[entry.urgent] > UNATTENDED_MAX:
             self._call_soon()
 
     def _call_soon(self) -> None:
         if not self._attends_soon:
             self._attends_soon = True
-            self._loop.call_soon(self.attend)
+            self._loop.call_soon(self._attend_left)
 
     def _release(self, me: int, kept: Sequence[_Entry]) -> None:
         for entry in self._entries:
@@ -319,7 +343,8 @@ class TcpRail:
     def _add(self, sock: socket.socket, urgent: bool) -> None:
         with suppress(OSError):  # it broke already, as its lane will say
             tune(sock)
-        entry = _Entry(self._kind.make(sock), urgent, READABLE)
+        lane = self._kind.make(sock)
+        entry = _Entry(lane, urgent, READABLE, alone=(lane,))
         self._entries.append(entry)
         self._count_lanes()
         self._loop.watch(entry.lane, partial(self._on_event, entry), READABLE)
