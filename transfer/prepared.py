@@ -56,6 +56,7 @@ class Prepared:
         "_link",
         "_mover",
         "_nbytes",
+        "_offsets",
         "_peer",
         "_pieces",
         "_priority",
@@ -90,6 +91,9 @@ class Prepared:
         self._priority = priority
         self._link, self._window = mover.prepare(peer, region, key, pieces, write=write)
         self._source = self._target = 0
+        if len(pieces) == 1:
+            starts = int(pieces.source_offsets[0]), int(pieces.target_offsets[0])
+            self._offsets = starts if write else starts[::-1]
         if self._window is not None:
             ours, theirs = region.start, self._window.start
             self._source, self._target = (ours, theirs) if write else (theirs, ours)
@@ -127,8 +131,16 @@ class Prepared:
         )
 
     def _post_anew(self, immediate: int | None, timeout_s: float | None) -> Transfer:
-        """The general way: it maps a window again, and says what is wrong with a peer."""
+        """The way of `write` and `read`: it maps a window again, and says what is wrong."""
         mover = self._mover
+        if len(self._pieces) == 1 and timeout_s is None:
+            ours, theirs = self._offsets
+            at_once = mover.move_at_once(
+                self._peer, self._region, self._key, ours, theirs, self._nbytes, immediate,
+                self._priority, write=self._write,
+            )  # fmt: skip
+            if at_once is not None:
+                return at_once
         deadline = mover.deadline(timeout_s)
         if not self._write:
             if immediate is not None:
