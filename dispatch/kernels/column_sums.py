@@ -18,10 +18,12 @@ def scan_columns(
     num_columns: tl.tensor,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    ALIGN: tl.constexpr,
 ) -> None:
     """Turn [runs, columns] counts into exclusive sums down each column, in place.
 
-    `totals` become the sums of the columns, `bounds` [columns + 1] their exclusive sums.
+    `totals` become the sums of the columns, `bounds` [columns + 1] the exclusive sums of these,
+    each rounded up to a multiple of ALIGN.
     """
     before = tl.zeros((), tl.int32)
     tl.store(bounds_ptr, before)
@@ -36,6 +38,7 @@ def scan_columns(
             tl.store(at, tl.cumsum(counts, 0) - counts + total[None, :], mask=inside)
             total += tl.sum(counts, 0)
         tl.store(totals_ptr + column, total, mask=column < num_columns)
-        ends = before + tl.cumsum(total, 0)
+        share = (total + ALIGN - 1) // ALIGN * ALIGN
+        ends = before + tl.cumsum(share, 0)
         tl.store(bounds_ptr + 1 + column, ends, mask=column < num_columns)
-        before += tl.sum(total, 0)
+        before += tl.sum(share, 0)

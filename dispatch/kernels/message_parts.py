@@ -127,8 +127,17 @@ def check_messages(
     check_operand("counts", routed.counts, (num_slots + 3,), int32, device=device)
     check_operand("choice_bounds", routed.choice_bounds, (num_members + 1,), int32, device=device)
     check_operand("header", header, (HEADER_BYTES,), (torch.uint8,), device=device)
-    check_operand("messages", messages, (None,), (torch.uint8,), device=device)
     check_operand("offsets", offsets, (num_members,), (torch.int64,), device=device)
+    check_buffer(messages, device)
+
+
+def check_buffer(messages: torch.Tensor, device: torch.device) -> None:
+    """Accept a buffer of messages, whose parts all begin at multiples of 64 bytes.
+
+    Raises:
+        InputInvalid: A shape, type, device or alignment is not as stated.
+    """
+    check_operand("messages", messages, (None,), (torch.uint8,), device=device)
     for name, seen in (("bytes", len(messages)), ("address", messages.data_ptr())):
         if seen % ALIGN_BYTES:
             raise InputInvalid(

@@ -108,10 +108,10 @@ def _scan_kernel(
 ) -> None:
     if tl.program_id(0) == 0:
         width = num_slots + 3
-        scan_columns(run_counts_ptr, counts_ptr, bounds_ptr, num_runs, width, BLOCK_P, BLOCK_C)
+        scan_columns(run_counts_ptr, counts_ptr, bounds_ptr, num_runs, width, BLOCK_P, BLOCK_C, 1)
     else:
         scan_columns(
-            run_rows_ptr, row_counts_ptr, row_bounds_ptr, num_runs, num_members, BLOCK_P, BLOCK_C
+            run_rows_ptr, row_counts_ptr, row_bounds_ptr, num_runs, num_members, BLOCK_P, BLOCK_C, 1
         )
 
 

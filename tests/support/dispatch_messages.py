@@ -57,6 +57,7 @@ def messages_of(
     rows: list[bytes],
     hidden: int,
     scales: list[bytes] | None = None,
+    source: int = SOURCE,
 ) -> list[bytes]:
     """What each member is to get; `rows` (and `scales`) are the bytes of each token."""
     slots = known.slots(ids.long().numpy())
@@ -67,7 +68,7 @@ def messages_of(
         begin, end = routing.choice_bounds[member : member + 2]
         tokens = routing.row_tokens[slice(*routing.row_bounds[member : member + 2])].tolist()
         head = np.zeros(64, np.uint8)
-        write_header(head, shared_header(hidden), SOURCE, last - first, end - begin, len(tokens))
+        write_header(head, shared_header(hidden), source, last - first, end - begin, len(tokens))
         numbers = [*routing.counts[first:last].tolist(), *routing.choice_rows[begin:end].tolist()]
         message = pad(head.tobytes() + struct.pack(f"<{len(numbers)}i", *numbers))
         message += b"".join(rows[token] for token in tokens)
@@ -86,3 +87,22 @@ def windows(sizes: list[int], skipped: Iterable[int] = ()) -> tuple[torch.Tensor
     buffer = torch.randint(0, 256, (end + 64,), dtype=torch.uint8)
     aligned = buffer[-buffer.data_ptr() % 64 :][: end // 64 * 64]
     return aligned, torch.tensor(offsets)
+
+
+def raw(tensor: torch.Tensor) -> list[bytes]:
+    """The bytes of each row."""
+    return [row.contiguous().view(torch.uint8).numpy().tobytes() for row in tensor]
+
+
+def arrived(messages: list[bytes | None]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Messages of all sources in windows of one size; also where each begins, and that size."""
+    room = max(64, *(-(-len(message or b"") // 64) * 64 for message in messages))
+    buffer, offsets = windows([room] * len(messages))
+    for source, message in enumerate(messages):
+        begin = int(offsets[source])
+        if message is None:
+            offsets[source] = -1
+        else:
+            whole = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            buffer[begin : begin + len(message)] = whole
+    return buffer, offsets, room

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from dispatch.expert_map import ExpertMap
-from dispatch.kernels import fp8, pack, pack_fp8, route, sigmoid_topk, softmax_topk, topk_softmax
+from dispatch.kernels import (
+    arrange,
+    fp8,
+    pack,
+    pack_fp8,
+    route,
+    sigmoid_topk,
+    softmax_topk,
+    topk_softmax,
+    unpack,
+)
 from dispatch.kernels.routed import ExpertSlots
 from dispatch.routing import LayerRoute
 from tests.support.compiled_kernels import TARGETS, Launch, compiled, recorded
@@ -27,12 +37,17 @@ BUDGETS = {
     "_pack_kernel": (40, 0),
     "_place_kernel": (112, 512),
     "_scan_kernel": (72, 8192),
+    "_place_arrivals_kernel": (40, 64),
+    "_sum_kernel": (72, 4096),
+    "_survey_kernel": (40, 64),
+    "_unpack_kernel": (24, 0),
+    "_unpack_scales_kernel": (80, 0),
     "_sigmoid_topk_kernel": (64, 256),
     "_softmax_topk_kernel": (64, 256),
     "_topk_softmax_kernel": (72, 256),
 }
 FP8_KERNELS = {"_quantise_kernel", "_dequantise_kernel", "_pack_fp8_kernel"}
-MOVERS = {"_pack_kernel"}
+MOVERS = {"_pack_kernel", "_pack_fp8_kernel", "_unpack_kernel"}
 
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
@@ -48,6 +63,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         "messages": torch.zeros(64, dtype=torch.uint8),
         "offsets": torch.zeros(W, dtype=torch.int64),
     }
+    arrivals = messages["messages"], torch.full((W,), -1)
+    facts = {
+        "header": messages["header"],
+        "ranks": torch.zeros(W, dtype=torch.int32),
+        "num_experts": E // W,
+        "window_bytes": 1 << 24,
+        "row_bytes": 2 * H,
+        "scale_bytes": H // 32,
+        "alignment": 128,
+        "capacity": W * T * K,
+    }
+    arranged = arrange.arrange_torch(*arrivals, **facts)
     groups = {"bias": torch.zeros(E), "num_groups": 8, "topk_groups": 4}
     return [
         *recorded(monkeypatch, lambda: softmax_topk.softmax_topk(logits, K), softmax_topk),
@@ -59,6 +86,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         *recorded(monkeypatch, lambda: fp8.quantise(x), fp8),
         *recorded(monkeypatch, lambda: pack_fp8.pack_fp8(x, routed, slots, **messages), pack_fp8),
         *recorded(monkeypatch, lambda: fp8.dequantise(*narrow), fp8),
+        *recorded(monkeypatch, lambda: arrange.arrange(*arrivals, **facts), arrange),
+        *recorded(
+            monkeypatch,
+            lambda: unpack.unpack(arrivals[0], arranged, hidden=H, dtype=torch.bfloat16),
+            unpack,
+        ),
+        *recorded(
+            monkeypatch, lambda: unpack.unpack_scales(arrivals[0], arranged, hidden=H), unpack
+        ),
         *recorded(monkeypatch, lambda: pack.pack(x, routed, slots, **messages), pack),
     ]
 
