@@ -14,6 +14,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from configs.certificates import check_certificates, check_pair, check_readable
+from configs.dispatch_options import CombineMode, CombineWire, DispatchWire
 
 
 class Frozen(BaseModel):
@@ -243,6 +244,15 @@ class DispatchConfig(Frozen):
     )
     microbatches: int = Field(
         1, ge=1, le=4, description="Exchanges that may be in flight at once; each has own windows."
+    )
+    combine: CombineMode = Field(
+        CombineMode.EXACT, description="Where the results of a token's experts are added up."
+    )
+    dispatch_wire: DispatchWire = Field(
+        DispatchWire.NATIVE, description="What rows are on their way to the experts."
+    )
+    combine_wire: CombineWire = Field(
+        CombineWire.NATIVE, description="What results are on their way back."
     )
     window_tokens: int | None = Field(
         None,

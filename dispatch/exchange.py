@@ -16,24 +16,23 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from configs.schema import MissingExperts
 from dispatch import native
+from dispatch.arrival import NO_INDICES, NO_WEIGHTS, Arrival, DispatchMessages, Weights
 from dispatch.errors import ExpertUnowned, InputInvalid, MessageMismatch
 from dispatch.expert_map import ExpertMap
 from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
 from dispatch.layout import HEADER_BYTES, Bytes, DispatchLayout, RowFormat, Rows
-from dispatch.layout import rows_offset as offset_of_rows
 from dispatch.message import Stamp, read_header, write_header
 from dispatch.missing import without_missing
+from dispatch.partial_sums import partial_sums, reduction_of, sum_of_parts
 from dispatch.routing import ExpertMajor, Indices, LayerRoute, SlotNumbers
+from dispatch.row_wire import RowWire
 from dispatch.statistics import Counters
 from dispatch.validation import check_choices, check_expert_out, id_out_of_range
 from dispatch.weighted_sum import WeightedSum
-
-_NO_INDICES: Indices = np.empty(0, np.int64)
 
 
 class Exchange:
@@ -78,9 +77,11 @@ class Exchange:
         self._policy = missing_experts
         self._counters = counters
         self._weighted_sum = weighted_sum
-        self._format = RowFormat(layout.row_bytes)
-        self._no_rows = self._format.view(np.empty(0, np.uint8), 0, 0)
-        self._arrivals = self._no_rows
+        self._wire = RowWire(layout)
+        self._messages = DispatchMessages(layout, rank)
+        self._side_by_side = [
+            row_format.view(np.empty(0, np.uint8), 0, 0) for row_format in self._messages.formats
+        ]
         self.routes = [
             LayerRoute(expert_map, self.members, rank, layer) for layer in range(layout.num_layers)
         ]
@@ -128,7 +129,7 @@ class Exchange:
             stamp=stamp,
             shared=stamp.header(self._layout.dtype, self._layout.hidden),
             routing=routing,
-            x=self._format.of(x),
+            columns=self._wire.encode(x),
             num_tokens=num_tokens,
             weights=weights,
             num_degraded=routing.num_missing,
@@ -152,23 +153,14 @@ class Exchange:
 
     def write_dispatch(self, outgoing: Outgoing, member: int, buffer: Bytes) -> int:
         """Write the dispatch message for one other member; return its size in bytes."""
-        routing, stamp = outgoing.routing, outgoing.stamp
-        slot_begin, slot_end = self.routes[stamp.layer].slot_bounds[member : member + 2]
-        begin, end = routing.choice_bounds[member : member + 2]
-        row_begin, row_end = routing.row_bounds[member : member + 2]
-        num_experts = slot_end - slot_begin
-        write_header(
-            buffer, outgoing.shared, self.rank, num_experts, end - begin, row_end - row_begin
-        )
-        index = np.ndarray((num_experts + end - begin,), np.int32, buffer, HEADER_BYTES)
-        index[:num_experts] = routing.counts[slot_begin:slot_end]
-        offset = offset_of_rows(num_experts, end - begin)
-        if begin == end:
-            return offset
-        index[num_experts:] = routing.choice_rows[begin:end]
-        rows = self._format.view(buffer, offset, row_end - row_begin)
-        outgoing.x.take(routing.row_tokens[row_begin:row_end], 0, rows, "clip")
-        return offset + (row_end - row_begin) * self._format.row_bytes
+        slots = slice(*self.routes[outgoing.stamp.layer].slot_bounds[member : member + 2])
+        weights = self._choice_weights(outgoing) if self._layout.reduced else None
+        return self._messages.write(buffer, outgoing, slots, member, weights)
+
+    @staticmethod
+    def _choice_weights(outgoing: Outgoing) -> Weights:
+        weights: Weights = outgoing.weights.detach().numpy().reshape(-1)
+        return weights
 
     def receive(
         self, outgoing: Outgoing, buffers: Mapping[int, Bytes]
@@ -186,99 +178,81 @@ class Exchange:
         layer, me = outgoing.stamp.layer, self.me
         experts = self.experts[layer]
         counts = np.zeros((len(self.members), len(experts)), np.int64)
-        parts: list[Rows] = []
-        indices: list[npt.NDArray[np.integer]] = []
-        bounds, num_rows = [0], 0
-        for member in range(len(self.members)):
-            if member == me:
-                index, rows = self._own(outgoing, counts[member])
-            else:
-                index, rows = self._arrived(outgoing, member, buffers[member], counts[member])
-            bounds.append(bounds[-1] + len(index))
-            if len(index):
-                parts.append(rows)
-                indices.append(index)
-                num_rows += len(rows)
+        arrivals = [
+            self._own(outgoing, counts[member])
+            if member == me
+            else self._messages.read(
+                buffers[member], outgoing.shared, self.members[member], counts[member]
+            )
+            for member in range(len(self.members))
+        ]
+        bounds = list(accumulate((len(arrival.rows) for arrival in arrivals), initial=0))
         gather, place = self._majors[layer].arrange(counts)
-        out = torch.empty(len(gather), self._layout.hidden, dtype=self._layout.dtype)
-        if parts:
-            self._gather(parts, indices, num_rows, gather, out)
+        columns = self._wire.empty(len(gather))
+        some = [arrival for arrival in arrivals if len(arrival.rows)]
+        for number, out in enumerate(columns):
+            if some:
+                self._gather(number, some, gather, out)
         totals = counts.sum(0)
         self._counters.received(layer, totals)
-        rows_out = ExpertRows(rows=out, counts=tuple(totals.tolist()), experts=experts)
-        return rows_out, DispatchHandle(outgoing=outgoing, place=place, source_bounds=bounds)
+        rows = ExpertRows(
+            rows=self._wire.decode(columns), counts=tuple(totals.tolist()), experts=experts
+        )
+        reduction = reduction_of(arrivals, self._layout.topk) if self._layout.reduced else None
+        return rows, DispatchHandle(
+            outgoing=outgoing, place=place, source_bounds=bounds, reduction=reduction
+        )
 
     def _gather(
-        self,
-        parts: list[Rows],
-        indices: list[npt.NDArray[np.integer]],
-        num_rows: int,
-        gather: Indices,
-        out: torch.Tensor,
+        self, number: int, arrivals: list[Arrival], gather: Indices, out: torch.Tensor
     ) -> None:
-        """Set row i of `out` to the gather[i]-th of all rows that the indices list."""
-        row_bytes = self._format.row_bytes
+        """Fill one column: row i of `out` is the gather[i]-th of all choices."""
+        row_format = self._messages.formats[number]
+        parts = [arrival.columns[number] for arrival in arrivals]
         if native.compiled is not None:
             addresses = [
-                native.addresses(rows, index, row_bytes)
-                for rows, index in zip(parts, indices, strict=True)
+                native.addresses(rows, arrival.rows, row_format.row_bytes)
+                for rows, arrival in zip(parts, arrivals, strict=True)
             ]
             all_rows = addresses[0] if len(addresses) == 1 else np.concatenate(addresses)
-            native.compiled.gather_rows(out.data_ptr(), all_rows[gather], row_bytes)
+            native.compiled.gather_rows(out.data_ptr(), all_rows[gather], row_format.row_bytes)
             return
-        if len(parts) == 1:
-            arrived, index = parts[0], indices[0]
-        else:
-            begins = accumulate(map(len, parts), initial=0)
-            index = np.concatenate([i + n for i, n in zip(indices, begins, strict=False)])
-            arrived = self._side_by_side(parts, num_rows)
-        arrived.take(index[gather], 0, self._format.of(out), "clip")
-
-    def _side_by_side(self, parts: list[Rows], num_rows: int) -> Rows:
-        """Return the parts as one array, valid until the next call."""
-        if len(self._arrivals) < num_rows:
-            # Grown in powers of two and kept: fresh memory costs several times the copy.
-            self._arrivals = np.empty(
-                (1 << num_rows.bit_length(), self._format.width), self._format.word
+        rows, index = parts[0], arrivals[0].rows
+        if len(parts) > 1:
+            begins = list(accumulate(map(len, parts), initial=0))
+            index = np.concatenate(
+                [a.rows + begin for a, begin in zip(arrivals, begins, strict=False)]
             )
-        return np.concatenate(parts, out=self._arrivals[:num_rows])
+            rows = self._joined(number, parts, begins[-1])
+        rows.take(index[gather], 0, row_format.of(out), "clip")
 
-    def _own(self, outgoing: Outgoing, counts: Indices) -> tuple[npt.NDArray[np.integer], Rows]:
-        routing = outgoing.routing
+    def _joined(self, number: int, parts: list[Rows], num_rows: int) -> Rows:
+        """Return the parts as one array, valid until the next call."""
+        joined = self._side_by_side[number]
+        if len(joined) < num_rows:
+            # Grown in powers of two and kept: fresh memory costs several times the copy.
+            joined = np.empty((1 << num_rows.bit_length(), joined.shape[1]), joined.dtype)
+            self._side_by_side[number] = joined
+        return np.concatenate(parts, out=joined[:num_rows])
+
+    def _own(self, outgoing: Outgoing, counts: Indices) -> Arrival:
+        routing, topk = outgoing.routing, self._layout.topk
         begin, end = routing.choice_bounds[self.me : self.me + 2]
+        row_begin, row_end = routing.row_bounds[self.me : self.me + 2]
         slots = self.routes[outgoing.stamp.layer].slot_bounds[self.me : self.me + 2]
         counts[:] = routing.counts[slice(*slots)]
-        return routing.choice_tokens[begin:end], outgoing.x
-
-    def _arrived(
-        self, outgoing: Outgoing, member: int, buffer: Bytes, counts: Indices
-    ) -> tuple[npt.NDArray[np.integer], Rows]:
-        """Check a dispatch message, fill in its counts, return its choices' rows."""
-        layout, source, num_experts = self._layout, self.members[member], len(counts)
-        num_choices, num_rows = read_header(buffer, outgoing.shared, source, num_experts)
-        if not num_choices:
-            return _NO_INDICES, self._no_rows
-        if num_choices > layout.choices_max or num_rows > layout.max_tokens:
-            raise MessageMismatch(
-                source=source,
-                name="choices and rows",
-                observed=(num_choices, num_rows),
-                expected=f"at most ({layout.choices_max}, {layout.max_tokens})",
-            )
-        numbers = np.ndarray((num_experts + num_choices,), np.uint32, buffer, HEADER_BYTES)
-        counts[:] = numbers[:num_experts]
-        index = numbers[num_experts:]
-        # What is read here is used as an address: one cheap look at either end.
-        num_counted, row_max = int(np.add.reduce(counts)), int(np.maximum.reduce(index))
-        if num_counted != num_choices or row_max >= num_rows:
-            raise MessageMismatch(
-                source=source,
-                name="sum of counts and highest row",
-                observed=(num_counted, row_max),
-                expected=(num_choices, f"below {num_rows}"),
-            )
-        rows = self._format.view(buffer, offset_of_rows(num_experts, num_choices), num_rows)
-        return index.view(np.int32), rows
+        sum_slots, weights = NO_INDICES, NO_WEIGHTS
+        if self._layout.reduced:
+            order = routing.order[begin:end]
+            sum_slots = routing.choice_rows[begin:end] * topk + order % topk
+            weights = self._choice_weights(outgoing)[order]
+        return Arrival(
+            routing.choice_tokens[begin:end],
+            outgoing.columns,
+            row_end - row_begin,
+            sum_slots,
+            weights,
+        )
 
     def returning(
         self, expert_out: torch.Tensor, handle: DispatchHandle, stamp: Stamp
@@ -295,36 +269,49 @@ class Exchange:
         """
         layout, dtype = self._layout, expert_out.dtype
         check_expert_out(layout, expert_out, len(handle.place))
-        row_format = self._format
-        if dtype is not layout.dtype:
-            row_format = RowFormat(layout.hidden * dtype.itemsize)
+        wire = layout.returned_dtype(dtype)
+        row_format = RowFormat(layout.hidden * wire.itemsize)
+        if handle.reduction is None:
+            results = expert_out.to(wire)
+        else:
+            results = partial_sums(
+                self._weighted_sum,
+                handle.reduction,
+                handle.place,
+                RowFormat(layout.hidden * dtype.itemsize).of(expert_out),
+                dtype,
+                wire,
+            )
         return Returning(
             handle=handle,
-            shared=stamp.header(dtype, layout.hidden),
-            results=row_format.of(expert_out),
-            dtype=dtype,
+            shared=stamp.header(wire, layout.hidden),
+            results=row_format.of(results),
+            dtype=wire,
             row_format=row_format,
         )
 
     def combine_bytes(self, returning: Returning, member: int) -> int:
         """Return the size of the combine message for one member."""
-        begin, end = returning.handle.source_bounds[member : member + 2]
+        begin, end = returning.handle.return_bounds[member : member + 2]
         return self._layout.combine_bytes(end - begin, returning.dtype)
 
     def due_bytes(self, returning: Returning, member: int) -> int:
         """Return the size of the combine message that one member sends."""
-        begin, end = returning.handle.outgoing.routing.choice_bounds[member : member + 2]
+        begin, end = returning.handle.due_bounds[member : member + 2]
         return self._layout.combine_bytes(end - begin, returning.dtype)
 
     def write_combine(self, returning: Returning, member: int, buffer: Bytes) -> int:
         """Write the combine message for one other member; return its size in bytes."""
         handle, row_format = returning.handle, returning.row_format
-        begin, end = handle.source_bounds[member : member + 2]
+        begin, end = handle.return_bounds[member : member + 2]
         write_header(buffer, returning.shared, self.rank, 0, end - begin, end - begin)
         if begin == end:
             return HEADER_BYTES
         rows = row_format.view(buffer, HEADER_BYTES, end - begin)
-        returning.results.take(handle.place[begin:end], 0, rows, "clip")
+        if handle.reduction is None:
+            returning.results.take(handle.place[begin:end], 0, rows, "clip")
+        else:
+            rows[:] = returning.results[begin:end]
         return HEADER_BYTES + (end - begin) * row_format.row_bytes
 
     def finish(self, returning: Returning, buffers: Mapping[int, Bytes]) -> torch.Tensor:
@@ -338,28 +325,45 @@ class Exchange:
         Raises:
             MessageMismatch: A message is not the one that is due.
         """
-        handle, results = returning.handle, returning.results
-        outgoing = handle.outgoing
-        order, bounds = outgoing.routing.order, outgoing.routing.choice_bounds
-        num_all = outgoing.num_tokens * self._layout.topk
-        total = self._weighted_sum
+        handle, due = returning.handle, returning.handle.due_bounds
+        parts = [
+            self._own_results(returning)
+            if member == self.me
+            else self._returned(returning, member, buffers[member], due[member + 1] - due[member])
+            for member in range(len(self.members))
+        ]
+        outgoing, total = handle.outgoing, self._weighted_sum
+        if handle.reduction is not None:
+            return sum_of_parts(
+                total,
+                outgoing.routing,
+                outgoing.num_tokens,
+                parts,
+                returning.dtype,
+                self._layout.dtype,
+            )
+        order, topk = outgoing.routing.order, self._layout.topk
         # Left-out choices: their weight is 0 and so is their row.
         total.start(
             returning.dtype,
             outgoing.num_tokens,
-            self._layout.topk,
-            holes=len(order) < num_all,
+            topk,
+            holes=len(order) < outgoing.num_tokens * topk,
         )
-        for member in range(len(self.members)):
-            begin, end = bounds[member : member + 2]
-            if member != self.me:
-                rows = self._returned(returning, member, buffers[member], end - begin)
-                if begin < end:
-                    total.put(order[begin:end], rows)
-            elif begin < end:
-                own_begin, own_end = handle.source_bounds[member : member + 2]
-                total.put(order[begin:end], results, handle.place[own_begin:own_end])
+        for member, rows in enumerate(parts):
+            begin, end = due[member : member + 2]
+            if begin == end:
+                continue
+            own_begin, own_end = handle.source_bounds[member : member + 2]
+            index = handle.place[own_begin:own_end] if member == self.me else None
+            total.put(order[begin:end], rows, index)
         return total.sum(outgoing.weights, self._layout.dtype)
+
+    def _own_results(self, returning: Returning) -> Rows:
+        reduction = returning.handle.reduction
+        if reduction is None:
+            return returning.results
+        return returning.results[slice(*reduction.bounds[self.me : self.me + 2])]
 
     def _returned(self, returning: Returning, member: int, buffer: Bytes, num_due: int) -> Rows:
         source = self.members[member]

@@ -23,6 +23,7 @@ from itertools import accumulate, pairwise
 from operator import gt
 from typing import TYPE_CHECKING, NamedTuple
 
+from configs.dispatch_options import CombineWire
 from dispatch.errors import LayoutMismatch, StaleEpoch
 from dispatch.growth import NOTE_BYTES_MAX, grown_bytes, with_grant
 from dispatch.layout import DTYPES, Bytes, DispatchLayout
@@ -33,11 +34,20 @@ if TYPE_CHECKING:
 
     from transfer import Memory, Region, TransferEngine
 
-# epoch, hidden, topk, max tokens, dtype, combine dtype, microbatches; then the bytes of each
-# window, then the key
-_OFFER = struct.Struct("<QIIIIII")
+# epoch, then the numbers of `_NAMES`; then the bytes of each window, then the key
+_OFFER = struct.Struct("<Q9I")
 _SIZE_BYTES = 8
-_NAMES = ("hidden", "topk", "max_tokens", "dtype", "combine_dtype", "microbatches")
+_NAMES = (
+    "hidden",
+    "topk",
+    "max_tokens",
+    "dtype",
+    "combine_dtype",
+    "microbatches",
+    "combine",
+    "dispatch_wire",
+    "combine_wire",
+)
 
 
 def _facts(layout: DispatchLayout) -> tuple[int, ...]:
@@ -48,6 +58,9 @@ def _facts(layout: DispatchLayout) -> tuple[int, ...]:
         DTYPES[layout.dtype],
         DTYPES[layout.combine_dtype],
         layout.microbatches,
+        layout.reduced,
+        layout.fp8,
+        layout.combine_wire is CombineWire.BF16,
     )
 
 

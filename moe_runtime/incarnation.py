@@ -183,6 +183,9 @@ class Incarnation:
             dtype=self._weights.dtype,
             max_tokens=self._config.scheduler.token_budget,
             microbatches=self._config.dispatch.microbatches,
+            combine=self._config.dispatch.combine,
+            dispatch_wire=self._config.dispatch.dispatch_wire,
+            combine_wire=self._config.dispatch.combine_wire,
         )
 
     def _loader(self, engine: TransferEngine, slabs: Slabs, access: PoolAccess) -> ExpertLoader:
