@@ -275,6 +275,11 @@ enum { MAY_READ = 1, MAY_WRITE = 2 };
 #define AHEAD_BYTES (8 << 10)
 /* One system call moves at most so much, so that a lock around it is never held for long. */
 #define STEP_BYTES (256 << 10)
+/* What is no larger is taken for something that somebody waits for (`priority.py`). While such
+ * ones are about, the server's steps are shorter: they would wait for the one that goes on. */
+#define SMALL_BYTES (64 << 10)
+#define SMALL_STEP_BYTES (64 << 10)
+#define SMALL_MEMORY_NS 20000000
 #define EVIDENCE_BYTES 128
 
 typedef struct {
@@ -386,16 +391,16 @@ static void consume(Places *places, size_t moved)
 
 /* Send once: `head` (may be empty), then the places (may be NULL). Consumes the places.
  * Returns the bytes that went, 0 if the kernel takes none now, -1 with errno. */
-static ssize_t send_places(int fd, const struct iovec *head, Places *places)
+static ssize_t send_places(int fd, const struct iovec *head, Places *places, size_t step)
 {
     struct iovec batch[IOVECS_MAX + 1];
     size_t n = 0, nbytes = 0;
     if (head->iov_len)
         batch[n++] = *head;
-    for (size_t i = 0; places && i < places->count && n < IOVECS_MAX && nbytes < STEP_BYTES; i++) {
+    for (size_t i = 0; places && i < places->count && n < IOVECS_MAX && nbytes < step; i++) {
         batch[n] = places->at[i];
-        if (batch[n].iov_len > STEP_BYTES - nbytes)
-            batch[n].iov_len = STEP_BYTES - nbytes;
+        if (batch[n].iov_len > step - nbytes)
+            batch[n].iov_len = step - nbytes;
         nbytes += batch[n++].iov_len;
     }
     struct msghdr message = {.msg_iov = batch, .msg_iovlen = n};
@@ -461,7 +466,7 @@ static bool take_descriptor(struct msghdr *message, int *descriptor)
  *
  * MORE: as much came as was asked for. DRY: less, or nothing, so the socket is empty.
  * A `descriptor` that comes is taken (NULL: the kernel drops it); more than one are a failure. */
-static int receive(Input *input, Places *places, size_t *received, int *descriptor)
+static int receive(Input *input, Places *places, size_t step, size_t *received, int *descriptor)
 {
     union {
         struct cmsghdr align;
@@ -471,10 +476,10 @@ static int receive(Input *input, Places *places, size_t *received, int *descript
     size_t n = 0, wanted = 0;
     if (places) {
         assert(input->start == input->end);
-        for (; n < places->count && n < IOVECS_MAX && wanted < STEP_BYTES; n++) {
+        for (; n < places->count && n < IOVECS_MAX && wanted < step; n++) {
             batch[n] = places->at[n];
-            if (batch[n].iov_len > STEP_BYTES - wanted)
-                batch[n].iov_len = STEP_BYTES - wanted;
+            if (batch[n].iov_len > step - wanted)
+                batch[n].iov_len = step - wanted;
             wanted += batch[n].iov_len;
         }
     }
@@ -583,7 +588,7 @@ static void send_jobs(Lane *lane)
     static const struct iovec nothing = {NULL, 0};
     while (lane->sending && !lane->evidence[0]) {
         Job *job = lane->sending;
-        ssize_t sent = send_places(lane->input.fd, &nothing, &job->out);
+        ssize_t sent = send_places(lane->input.fd, &nothing, &job->out, STEP_BYTES);
         if (sent < 0) {
             break_lane(lane, "send failed", errno);
             return;
@@ -655,8 +660,8 @@ static void receive_replies(Lane *lane, Finished *finished)
     int outcome = MORE;
     while (outcome == MORE && budget && !lane->evidence[0]) {
         size_t received;
-        outcome = receive(&lane->input, lane->landing ? &lane->first->in : NULL, &received,
-                          lane->local ? &lane->descriptor : NULL);
+        outcome = receive(&lane->input, lane->landing ? &lane->first->in : NULL, STEP_BYTES,
+                          &received, lane->local ? &lane->descriptor : NULL);
         if (outcome == ENDED)
             break_lane(lane, "closed by the other side", 0);
         else if (outcome == FAILED)
@@ -1209,6 +1214,7 @@ typedef struct Connection {
     Request request;
     int status;             /* of the request whose payload is discarded */
     const Offer *offer;     /* what lands or is sent now; NULL once it was withdrawn */
+    uint64_t turn;          /* when it was served last, if it carries bulk */
     bool superseded;        /* the slice that lands here has come again over another connection */
     uint32_t interest;
     uint8_t *table;
@@ -1238,6 +1244,8 @@ typedef struct {
     bool closed;
     uint64_t slice_bytes_max, next_id;
     uint32_t slice_pieces_max, slices_max;
+    uint64_t num_turns; /* of connections that carry bulk */
+    int64_t small_at;   /* when a small request was served last */
     Offer *offers[OFFER_BUCKETS];
     Peer *peers;
     Connection **slots;
@@ -1508,7 +1516,7 @@ static bool has_output(const Connection *connection)
 
 /* Send what is to be sent: answers, then at most the turn's bytes of a payload, as far as the
  * kernel takes it. Returns NULL, or why it failed. */
-static const char *flush(Connection *connection, size_t *budget)
+static const char *flush(Connection *connection, size_t step, size_t *budget)
 {
     while (has_output(connection)) {
         bool replying = connection->stage == REPLYING;
@@ -1521,7 +1529,7 @@ static const char *flush(Connection *connection, size_t *budget)
         /* The head of a reply leaves in one packet with its payload. */
         size_t head = acks.iov_len;
         ssize_t sent =
-            send_places(connection->input.fd, &acks, replying ? &connection->places : NULL);
+            send_places(connection->input.fd, &acks, replying ? &connection->places : NULL, step);
         if (sent < 0)
             return "send failed";
         if (sent == 0)
@@ -1773,12 +1781,13 @@ static const char *advance(Server *server, Connection *connection, bool *waiting
 /* Serve a connection until it has nothing to do, or its turn's bytes are moved. */
 static const char *serve(Server *server, Connection *connection)
 {
-    size_t budget = STEP_BYTES;
+    bool is_alone = now_ns() - server->small_at > SMALL_MEMORY_NS;
+    size_t step = is_alone ? STEP_BYTES : SMALL_STEP_BYTES, budget = step;
     for (;;) {
         bool waiting;
         const char *problem = advance(server, connection, &waiting);
         if (!problem)
-            problem = flush(connection, &budget);
+            problem = flush(connection, step, &budget);
         if (problem || has_output(connection) || connection->stage == ASKING)
             return problem;
         if (!waiting)
@@ -1787,7 +1796,8 @@ static const char *serve(Server *server, Connection *connection)
             return NULL;
         bool direct = connection->stage == LANDING || connection->stage == TABLE;
         size_t received;
-        int outcome = receive(&connection->input, direct ? &connection->places : NULL, &received, NULL);
+        int outcome = receive(&connection->input, direct ? &connection->places : NULL, step,
+                              &received, NULL);
         if (outcome == ENDED)
             return "closed by the other side";
         if (outcome == FAILED)
@@ -1817,13 +1827,36 @@ static Connection *find_connection(Server *server, uint64_t id)
     return connection && connection->id == id ? connection : NULL;
 }
 
-/* One sleep and what it woke up for. Returns 0 or an errno. */
+/* Serve a connection that is ready, and see what it waits for next. */
+static void serve_ready(Server *server, Connection *connection, uint32_t events)
+{
+    const char *problem = connection->stage == ASKING && events & ~EPOLLIN
+                              ? "closed by the other side"
+                              : serve(server, connection);
+    if (problem)
+        fail_connection(server, connection, problem);
+    else
+        update_interest(server, connection);
+}
+
+static void lock_between_turns(Server *server)
+{
+    pthread_mutex_lock(&server->gate);
+    pthread_mutex_lock(&server->mutex);
+    pthread_mutex_unlock(&server->gate);
+}
+
+/* One sleep and what it woke up for: everybody whose last request was small, then one of the
+ * others, the one that has waited longest. So a small request waits for one turn of bulk at most,
+ * however many connections carry it. Returns 0 or an errno. */
 static int run_once(Server *server, int timeout_ms, bool *woken)
 {
     struct epoll_event events[EVENTS_MAX];
     int n = epoll_wait(server->epoll, events, EVENTS_MAX, timeout_ms);
     if (n < 0)
         return errno;
+    const struct epoll_event *bulk = NULL;
+    uint64_t waits_since = UINT64_MAX;
     for (int i = 0; i < n; i++) {
         if (events[i].data.u64 == 0) {
             uint64_t count;
@@ -1831,22 +1864,27 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
             (void)!read(server->wakeup, &count, sizeof count);
             continue;
         }
-        pthread_mutex_lock(&server->gate);
-        pthread_mutex_lock(&server->mutex);
-        pthread_mutex_unlock(&server->gate);
+        lock_between_turns(server);
         /* Looked up again each time: another thread may have closed it. */
         Connection *connection = find_connection(server, events[i].data.u64);
-        if (connection) {
-            const char *problem = connection->stage == ASKING && events[i].events & ~EPOLLIN
-                                      ? "closed by the other side"
-                                      : serve(server, connection);
-            if (problem)
-                fail_connection(server, connection, problem);
-            else
-                update_interest(server, connection);
+        if (connection && connection->request.nbytes <= SMALL_BYTES) {
+            server->small_at = now_ns();
+            serve_ready(server, connection, events[i].events);
+        } else if (connection && connection->turn < waits_since) {
+            waits_since = connection->turn;
+            bulk = &events[i];
         }
         pthread_mutex_unlock(&server->mutex);
     }
+    if (!bulk)
+        return 0;
+    lock_between_turns(server);
+    Connection *connection = find_connection(server, bulk->data.u64);
+    if (connection) {
+        connection->turn = ++server->num_turns;
+        serve_ready(server, connection, bulk->events);
+    }
+    pthread_mutex_unlock(&server->mutex);
     return 0;
 }
 
