@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 NIXL = ("nixl-cu12==1.5.1", "nixl==1.5.1")
 # What the Mooncake wheel expects of the system. Its loader names the one that is missing.
 MOONCAKE_LIBRARIES = "libibverbs1 librdmacm1 libcurl4 libnuma1"
+# Built from source, in ten seconds. With these only, torch and the rest are ours.
+DEEPSPEED = ("deepspeed==0.19.8", "hjson", "ninja", "py-cpuinfo", "einops", "tqdm", "msgpack")
 INSTALL_S_MAX = 1800
 COMPILE_S_MAX = 60
 
@@ -64,6 +67,27 @@ def peer_environment(folder: Path) -> PeerEnvironment:
             sys.stderr.write(f"{error}\n")
         missing = {name: _probe(python, line) for name, line in probes.items()}
     return PeerEnvironment(python=python, missing={k: v for k, v in missing.items() if v})
+
+
+def deepspeed_environment(folder: Path) -> Path:
+    """Return the interpreter of an environment with DeepSpeed beside what is installed here.
+
+    Raises:
+        InstallFailed: pip failed, or it cannot be imported.
+    """
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    probe = "import os; os.environ['DS_ACCELERATOR'] = 'cpu'; import deepspeed.moe.sharded_moe"
+    if "ModuleNotFoundError" in _probe(python, probe):
+        sys.stderr.write(f"installing DeepSpeed into {folder} ...\n")
+        (path,) = folder.glob("lib/python3*/site-packages")
+        (path / "ours.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
+        _pip(python, "--no-deps", *DEEPSPEED)
+    why = _probe(python, probe)
+    if why:
+        raise InstallFailed(why)
+    return python
 
 
 def raw_library(folder: Path) -> Path:
