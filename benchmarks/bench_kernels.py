@@ -31,7 +31,7 @@ import torch
 from benchmarks.harness import Recorder
 
 if TYPE_CHECKING:
-    from benchmarks.kernel_cases import Case, Shape
+    from benchmarks.kernel_case import Case, Shape
 
 UNUSABLE, WRONG = 2, 1
 COPY_BYTES = 1 << 30
@@ -55,7 +55,7 @@ def unusable() -> str | None:
 
 def shapes(options: argparse.Namespace) -> Iterator[Shape]:
     """All sizes asked for, the small ones first."""
-    from benchmarks.kernel_cases import Shape
+    from benchmarks.kernel_case import Shape
 
     for hidden in options.hidden:
         for experts in options.experts:

@@ -43,24 +43,25 @@ def test_every_kernel_agrees_with_its_reference(interpreted, options) -> None:
 
 
 def test_a_kernel_that_is_wrong_is_named(options, monkeypatch) -> None:
-    from benchmarks import kernel_cases
+    from benchmarks import kernel_moves
 
     options.only, options.tokens = ["combine"], [3]
-    right = kernel_cases.combine
+    right = kernel_moves.combine
 
     def off_by_a_bit(*arguments):
         out = right(*arguments)
         out.view(torch.int16)[0, 0] ^= 1
         return out
 
-    monkeypatch.setattr(kernel_cases, "combine", off_by_a_bit)
+    monkeypatch.setattr(kernel_moves, "combine", off_by_a_bit)
     (problem,) = wrong_results(options, CPU)
     assert problem.startswith("combine {'tokens': 3, 'hidden': 256, 'experts': 16, 'topk': 4}")
     assert problem.endswith("result 0 differs in 1 places")
 
 
 def test_results_that_are_not_numbers_are_wrong(options) -> None:
-    from benchmarks.kernel_cases import Case, cases
+    from benchmarks.kernel_case import Case
+    from benchmarks.kernel_cases import cases
 
     (shape,) = (shape for shape in shapes(options) if shape.tokens == 3)
     found = {case.kernel: case for case in cases(shape, CPU)}
