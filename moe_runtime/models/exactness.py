@@ -7,11 +7,14 @@ machine, the library and the shape: nothing is assumed here, it is measured when
 
 Choice: probe the row counts that serving uses on the actual `(K, N, dtype, threads)` and keep those
 that agree with a tile of `ANCHOR_ROWS` rows, at every row position. A product over other counts is
-cut into tiles of those sizes (the largest first, so that the weights are read as few times as
-possible) and the rest is padded with whatever rows are cheapest to make.
+cut into tiles of those sizes, the largest first, so that the weights are read as few times as
+possible; for the same reason a tile that is nearly full is filled up with zeros.
 
                  rows 45, sizes (1, 2, ..., 32)
     [ ............ 32 ............ | ..... 13 ..... ]        two products, no padding
+
+                 rows 45, sizes (1, 2, ..., 32, 48)
+    [ ........................ 45 ..............| 0 ]        one product, three rows of zeros
 
 Alternative: always pad to one tile. It needs no probe of many sizes, but wastes most of a decode
 step, where an expert sees one to four rows.
@@ -33,12 +36,13 @@ RowKernel = Callable[[torch.Tensor], torch.Tensor]
 ANCHOR_ROWS = (16, 32, 64, 128)
 """Tiles that define the bits: the first that gives the same bits at each of its row positions."""
 
-CANDIDATE_ROWS = (*range(1, 33), 48, 64, 96, 128, 192, 256, 384, 512)
+CANDIDATE_ROWS = (*range(1, 33), *range(40, 129, 8), *range(160, 257, 32), 320, 384, 448, 512)
 COARSE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """For weights so large that probing every row count would take seconds."""
 
 COARSE_FROM_ELEMENTS = 1 << 24
 PROBE_SEED = 20
+PADDING_MAX = 1 / 8  # of a tile: more of it costs more than reading the weights once more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,11 @@ class RowTiles:
         start = 0
         while start < rows:
             rest = rows - start
-            size = max((size for size in self.sizes if size <= rest), default=self.sizes[0])
+            above = next((size for size in self.sizes if size >= rest), 0)
+            if above and above - rest <= above * PADDING_MAX:
+                size = above
+            else:
+                size = max((size for size in self.sizes if size <= rest), default=self.sizes[0])
             pieces.append((start, min(size, rest), size))
             start += size
         return pieces

@@ -143,6 +143,14 @@ def test_tiles_cover_all_rows_once(generator):
     torch.testing.assert_close(apply_tiled(plain_kernel(weight), x, tiles), x @ weight.T)
 
 
+def test_a_tile_that_is_nearly_full_is_filled_up():
+    tiles = RowTiles(sizes=(*range(1, 33), 64, 128))
+    assert tiles.cut(125) == [(0, 125, 128)]
+    assert tiles.cut(40) == [(0, 32, 32), (32, 8, 8)]
+    assert tiles.cut(190) == [(0, 128, 128), (128, 62, 64)]
+    assert tiles.cut(137) == [(0, 128, 128), (128, 9, 9)]
+
+
 def test_reordered_weights_are_used_where_they_exist():
     assert can_reorder(torch.float16) is False
     assert isinstance(can_reorder(torch.bfloat16), bool)
