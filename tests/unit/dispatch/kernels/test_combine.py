@@ -105,6 +105,16 @@ def test_choices_left_out_hide_what_lies_there_and_the_others_show_it(interprete
         assert not torch.signbit(found[0, 1])
 
 
+def test_rows_past_two_and_four_gib_are_found(interpreted, seed) -> None:
+    # Only a few pages of it are ever touched.
+    rows = torch.empty(2_200_000, 1030, dtype=torch.bfloat16)
+    slots = torch.tensor([[1, 2_199_999], [1_050_000, -1], [2_085_000, 0]])
+    chosen = slots[slots >= 0]
+    rows[chosen] = torch.randn(len(chosen), 1030).to(torch.bfloat16)
+    weights = torch.rand(slots.shape)
+    assert torch.equal(combine(rows, slots, weights), combine_torch(rows, slots, weights))
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

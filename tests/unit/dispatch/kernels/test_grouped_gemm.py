@@ -99,6 +99,21 @@ def test_random_numbers_with_the_tiles_that_are_used(interpreted, seed) -> None:
     torch.testing.assert_close(wide, due, rtol=1e-5, atol=1e-4)
 
 
+def test_weights_past_four_gib_are_found(interpreted, seed) -> None:
+    # Only the pages of three experts are ever touched.
+    weights = torch.empty(2300, 1000, 1000, dtype=torch.bfloat16)
+    counts = torch.zeros(2300, dtype=torch.int64)
+    for expert in (1, 1100, 2299):
+        weights[expert] = whole_numbers(1000, 1000)
+        counts[expert] = 2
+    bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    rows = whole_numbers(6, 1000)
+    tiles = GemmTiles(block_m=4, block_n=512, block_k=256)
+    assert torch.equal(
+        grouped_gemm(rows, weights, bounds, tiles=tiles), grouped_gemm_torch(rows, weights, bounds)
+    )
+
+
 def test_there_are_programs_for_every_split_of_the_rows(seed) -> None:
     for _ in range(200):
         experts, num_rows = (int(torch.randint(0, 40, ())) for _ in "ab")
