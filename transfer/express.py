@@ -26,7 +26,7 @@ EXPRESS_BYTES_MAX: Final = min(1 << 20, SLICE_BYTES)
 
 
 class Express(Transfer):
-    """A transfer of one piece over the only rail to a peer.
+    """A transfer of one piece over one rail to a peer.
 
     Attributes:
         writes: whether it is a write.
@@ -36,6 +36,8 @@ class Express(Transfer):
         immediate: counted at the owner once the bytes are in place.
         priority: its class of traffic.
         transfer_id: unique per peer, ascending.
+        rail_idx: which rail it took.
+        rails: tiers of rails that suit our memory, as of an `Operation`.
         oldest: lowest transfer id that was unfinished when it was posted.
         way: the link that it was posted to.
         lane: what carries it; the link's own.
@@ -43,6 +45,8 @@ class Express(Transfer):
     """
 
     transfer_id = 0
+    rail_idx = 0
+    rails: tuple[tuple[int, ...], ...] = ()
     oldest = 0
     way: ExpressLink | None = None
     lane: object = None
@@ -97,6 +101,7 @@ class Express(Transfer):
                 immediate=self.immediate,
                 priority=self.priority,
                 transfer_id=self.transfer_id,
+                rails=self.rails,
                 queued_at=self.started,
             )
             pieces = one_piece(self.our_offset, self.their_offset, self.nbytes, write=self.writes)

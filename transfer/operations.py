@@ -174,7 +174,7 @@ class Mover:
             return None
         window = link.windows.find(key)
         if (
-            (window is None and link.requests.express is None)
+            (window is None and not link.requests.express)
             or key.owner != peer
             or not key.rights & (WRITE if write else READ)
             or not 0 <= their_offset <= their_offset + nbytes <= key.nbytes
@@ -360,6 +360,7 @@ class Mover:
             region=region,
             immediate=immediate,
             priority=priority,
+            movable=region.kind == key.kind == "host",
         )
         link.requests.submit(operation, pieces)
 

@@ -45,6 +45,7 @@ class RailRecord:
         progressed_at: time of the last completion, or of the post that ended its idleness.
         cooling_until: when it may be opened, or tried, again.
         stall_s: its patience; grows if a stall was a false alarm.
+        failed_at, evidence: when and why it failed last.
         bytes_done, slices_done, failures, retries: totals; a retry is a slice it lost.
     """
 
@@ -68,6 +69,8 @@ class RailRecord:
     bytes_done: int = 0
     slices_done: int = 0
     failures: int = 0
+    failed_at: float = 0.0
+    evidence: str = ""
     retries: int = 0
     sample_bytes: int = 0
     sample_start: float = 0.0
@@ -88,6 +91,18 @@ class RailRecord:
         self.out_bytes += part.nbytes
         if part.urgent:
             self.urgent_bytes += part.nbytes
+
+    def carry(self, nbytes: int, urgent: bool) -> None:
+        """Note bytes under way that are in no slice."""
+        self.out_bytes += nbytes
+        if urgent:
+            self.urgent_bytes += nbytes
+
+    def drop(self, nbytes: int, urgent: bool) -> None:
+        """Note that such bytes are not under way any more."""
+        self.out_bytes -= nbytes
+        if urgent:
+            self.urgent_bytes -= nbytes
 
     def forget(self, part: Slice) -> bool:
         """Note that a slice is not under way any more; False if it was not."""
@@ -119,6 +134,7 @@ class RailRecord:
         A link that stands keeps its slices: they may yet come to their end.
         """
         self.failures += 1
+        self.failed_at = now
         self.state = RailState.COOLING
         self.cooling_until = now + self.backoff_s
         self.backoff_s = min(2 * self.backoff_s, BACKOFF_S_MAX)
@@ -151,6 +167,8 @@ class RailRecord:
             failures=self.failures,
             retries=self.retries,
             bytes_in_flight=self.out_bytes,
+            evidence=self.evidence,
+            failed_at=self.failed_at,
         )
 
     def _measure(self, nbytes: int, now: float) -> None:

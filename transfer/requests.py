@@ -72,8 +72,8 @@ class Requests:
         self._links: list[RailLink | None] = [None] * num_rails
         self._core = SprayCore(num_rails, shares=shares, room=self._room)
         self._closed: TransferError | None = None
-        # The only rail's link, where there is one that takes the short way.
-        self.express: ExpressLink | None = None
+        # Whether the rails' links take the short way.
+        self.express = False
         self.tally = tally
 
     def submit(self, operation: Operation, pieces: Pieces) -> None:
@@ -108,17 +108,17 @@ class Requests:
     def post_express(self, message: Express) -> bool:
         """Take a transfer the short way; False if it has to go the long one.
 
-        There is one rail, it is well, nothing is queued.
+        Nothing is queued, and a rail is well.
         """
         core = self._core
+        if self._prefer is not None:
+            message.rails = self._prefer(message.region)
         with self._lock:
-            link = self.express
-            if link is None or len(core.operations) >= OPERATIONS_MAX:
+            if len(core.operations) >= OPERATIONS_MAX or not core.post_express(message):
                 return False
+            link = cast("ExpressLink", self._links[message.rail_idx])
             message.rail = link.rail
             message.way = message.link = link
-            if not core.post_express(message):
-                return False
             if not link.post_express(message):
                 core.take_back(message)
                 return False
@@ -153,6 +153,7 @@ class Requests:
         core = self._core
         with self._lock:
             ended = [self._end(op, op.handle.timed_out()) for op in core.late(now)]
+            core.unfold_slow(now)
             for rail, again in core.find_stalled(now):
                 self._tell(rail, "no progress", again)
                 link = self._links[rail.idx]
@@ -250,7 +251,7 @@ class Requests:
             rail = self._rail_of(link)
             if rail is not None:
                 now = time.monotonic()
-                self._links[rail.idx] = self.express = None
+                self._links[rail.idx] = None
                 self._tell(rail, evidence, self._core.break_rail(rail, now))
                 self._pump(now)
 
@@ -313,8 +314,7 @@ class Requests:
                 return
             rail.name = link.rail
             self._links[rail.idx] = link
-            if len(self._links) == 1 and link.orders_immediates:
-                self.express = cast("ExpressLink", link)
+            self.express = link.orders_immediates
             rail.repeats = link.drops_late_writes
             if not rail.repeats:
                 rail.stall_s = max(rail.stall_s, STALL_S_ENDING)
@@ -338,7 +338,7 @@ class Requests:
             if rail is not None:
                 rail.complete(part, now)
             self.tally.add(operation.handle.backend, refused=1)
-            ended.append(self._end(operation, refusal(self._peer, status)))
+            ended.append(self._end(operation, refusal(operation.handle, status)))
         else:
             first = not part.done
             whole = self._core.finish(part, rail, now)
@@ -382,7 +382,6 @@ class Requests:
 
     def _drop_link(self, rail: RailRecord) -> None:
         self._core.unfold_all()
-        self.express = None
         link, self._links[rail.idx] = self._links[rail.idx], None
         if link is not None:
             link.close()
@@ -393,6 +392,7 @@ class Requests:
             os.close(place[0])  # too late: nobody waits for it any more
 
     def _tell(self, rail: RailRecord, evidence: str, again: Sequence[Slice]) -> None:
+        rail.evidence = evidence
         logger.info("rail %s to %s: %s, %s slices sent again",
                     rail.name, self._peer, evidence, len(again))  # fmt: skip
         over_verbs = rail.name is not None and rail.name.backend == "verbs"

@@ -36,6 +36,7 @@ class Operation:
             rails that do not order it by themselves; it goes out when they are done.
         num_finished: how many slices are done.
         place: of a map request that succeeded: descriptor, offset and size.
+        movable: whether any backend can move it: both ends have addresses.
         queued_at: `time.monotonic` of its submission.
         rails: tiers of rails that suit the local memory alike, the best first; empty = no
             preference. Indices into the peer's rails.
@@ -53,6 +54,7 @@ class Operation:
     num_finished: int = 0
     place: tuple[int, int, int] | None = None
     queued_at: float = 0.0
+    movable: bool = False
     rails: tuple[tuple[int, ...], ...] = ()
 
     @property

@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from transfer.bulk import bulk_bytes_max
 from transfer.express import Express
 from transfer.priority import Priority
 from transfer.rail import RailState
-from transfer.rail_record import RailRecord
+from transfer.rail_record import STALL_S, RailRecord
 from transfer.slices import Operation, Slice
 from transfer.wire import SLICE_BYTES
 
@@ -27,14 +28,6 @@ from transfer.wire import SLICE_BYTES
 SLICE_S: Final = 2e-3
 SLICE_BYTES_MIN: Final = 64 << 10
 SLICE_BYTES_FIRST: Final = min(1 << 20, SLICE_BYTES)
-# Bulk bytes under way on a rail: so many seconds' worth of it, within bounds.
-BULK_S: Final = 4e-3
-BULK_BYTES_MIN: Final = 4 << 20
-BULK_BYTES_MAX: Final = 32 << 20
-# The same while urgent traffic is about, which was seen within the last so many seconds.
-BULK_BESIDE_URGENT_S: Final = 1e-3
-BULK_BESIDE_URGENT_BYTES: Final = 512 << 10
-URGENT_MEMORY_S: Final = 0.02
 # What a slice costs its class at least: a message is not free.
 COST_BYTES_MIN: Final = 4096
 # A rail that was not measured for so long gets a slice even if it is thought to be slow.
@@ -146,19 +139,17 @@ class SprayCore:
         return rail
 
     def post_express(self, message: Express) -> bool:
-        """Take a transfer for the only rail, if that is well and nothing waits for it.
-
-        What `add` and `post_at_once` do, for the case where there is nothing to choose.
-        """
-        rail = self.rails[0]
-        if self.num_queued or rail.state is not RailState.HEALTHY or not rail.open:
+        """Take a transfer if a rail is well and nothing is queued. Bulk over several is spread."""
+        urgent = message.priority is Priority.ACTIVATIONS
+        rail = self.rails[0] if len(self.rails) == 1 else self._fastest(message)
+        if rail is None or self.num_queued or rail.state is not RailState.HEALTHY or not rail.open:
             return False
-        if message.priority is Priority.ACTIVATIONS:
+        if urgent:
             self._urgent_at = message.started
-        elif self._bulk_fits(rail, message.nbytes, message.started):
-            rail.out_bytes += message.nbytes
-        else:
+        elif not self._bulk_fits(rail, message.nbytes, message.started):
             return False
+        rail.carry(message.nbytes, urgent)
+        message.rail_idx = rail.idx
         message.transfer_id = number = self._next_id
         self._next_id = number + 1
         self.operations[number] = message
@@ -168,28 +159,35 @@ class SprayCore:
     def finish_express(self, message: Express) -> None:
         """It was answered, and well."""
         del self.operations[message.transfer_id]
-        rail, nbytes = self.rails[0], message.nbytes
+        rail, nbytes = self.rails[message.rail_idx], message.nbytes
+        rail.drop(nbytes, message.priority is Priority.ACTIVATIONS)
         rail.slices_done += 1
         rail.bytes_done += nbytes
-        if message.priority is not Priority.ACTIVATIONS:
-            rail.out_bytes -= nbytes
+        # Not later than now, and the clock need not be asked.
+        rail.progressed_at = max(rail.progressed_at, message.started)
 
     def take_back(self, message: Express) -> None:
         """It could not be posted."""
         del self.operations[message.transfer_id]
-        if message.priority is not Priority.ACTIVATIONS:
-            self.rails[0].out_bytes -= message.nbytes
+        urgent = message.priority is Priority.ACTIVATIONS
+        self.rails[message.rail_idx].drop(message.nbytes, urgent)
 
     def unfold(self, message: Express) -> Operation:
         """Keep the books of any other operation for one that has met trouble; idempotent."""
         part = message.unfold()
         if self.operations.get(message.transfer_id) is message:
             self.operations[message.transfer_id] = part.operation
-            rail = self.rails[0]
-            if message.priority is not Priority.ACTIVATIONS:
-                rail.out_bytes -= message.nbytes
+            rail = self.rails[message.rail_idx]
+            rail.drop(message.nbytes, part.urgent)
             rail.post(part, message.started)
         return part.operation
+
+    def unfold_slow(self, now: float) -> None:
+        """Do so for those that may have stalled, where there is another rail to go to."""
+        if len(self.rails) > 1:
+            for message in [op for op in self.operations.values() if isinstance(op, Express)]:
+                if now - message.started > STALL_S:
+                    self.unfold(message)
 
     def unfold_all(self) -> None:
         """Do so for all that are under way."""
@@ -321,6 +319,19 @@ class SprayCore:
                 under_way.append((rail, parts))
         return under_way
 
+    def _fastest(self, message: Express) -> RailRecord | None:
+        if message.priority is not Priority.ACTIVATIONS:
+            return None
+        best, best_finish = None, float("inf")
+        for rail in self.rails:
+            if rail.state is RailState.HEALTHY and rail.open:
+                finish = (rail.urgent_bytes + message.nbytes + COST_BYTES_MIN) / rail.bandwidth
+                if message.rails:
+                    finish *= _handicap(message.rails, rail)
+                if finish < best_finish:
+                    best, best_finish = rail, finish
+        return best
+
     def _queue_signal(self, signal: Slice) -> None:
         waiting = self._classes[signal.operation.priority]
         self._begin(waiting)
@@ -372,17 +383,16 @@ class SprayCore:
         if stale and part.nbytes >= SLICE_BYTES_MIN and not part.urgent:
             return 0.0
         order = part.operation.rails
-        if order:
-            place = next((i for i, tier in enumerate(order) if rail.idx in tier), len(order))
-            return float(finish * PREFERENCE_FACTOR**place)
-        return finish
+        return finish * _handicap(order, rail) if order else finish
 
     def _bulk_fits(self, rail: RailRecord, nbytes: int, now: float) -> bool:
         under_way = rail.out_bytes - rail.urgent_bytes
         if not under_way:
             return True
-        if now - self._urgent_at < URGENT_MEMORY_S:
-            bound = max(rail.bandwidth * BULK_BESIDE_URGENT_S, BULK_BESIDE_URGENT_BYTES)
-        else:
-            bound = max(rail.bandwidth * BULK_S, BULK_BYTES_MIN)
-        return under_way + nbytes <= min(bound, BULK_BYTES_MAX)
+        return under_way + nbytes <= bulk_bytes_max(rail.bandwidth, now - self._urgent_at)
+
+
+def _handicap(order: tuple[tuple[int, ...], ...], rail: RailRecord) -> float:
+    """So many times its time counts a rail, for memory that others suit better."""
+    place = next((i for i, tier in enumerate(order) if rail.idx in tier), len(order))
+    return float(PREFERENCE_FACTOR**place)

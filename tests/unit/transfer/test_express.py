@@ -101,19 +101,18 @@ def region() -> Region:
 class Scene:
     """Requests over one rail whose link is ours."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, num_rails: int = 1) -> None:
         self.region = region
         self.tally = Tally()
         self.links: list[FakeLink] = []
         self.requests = Requests(
-            "peer", AtOnce(), self.tally, num_rails=1, prefer=lambda _: (),
+            "peer", AtOnce(), self.tally, num_rails=num_rails, prefer=lambda _: (),
             shares=shares_of(TransferConfig()), open_rail=self._open,
         )  # fmt: skip
         self.sink: SliceSink = self.requests
         self.requests.open_rails()
 
     def _open(self, idx: int, opened: Callable[[RailLink | None], None]) -> None:
-        assert idx == 0
         self.links.append(FakeLink())
         opened(self.links[-1])
 
@@ -276,3 +275,33 @@ def test_operations_are_bounded(scene: Scene) -> None:
     assert not scene.requests.post_express(scene.message(1))
     scene.sink.arrived(messages[int.from_bytes(os.urandom(1)) % OPERATIONS_MAX])
     scene.posted(1)
+
+
+def test_over_several_rails_the_urgent_take_the_least_busy(region: Region) -> None:
+    scene = Scene(region, num_rails=3)
+    messages = [scene.posted(1000) for _ in range(9)]
+    assert [len(link.messages) for link in scene.links] == [3, 3, 3]
+    assert not scene.requests.post_express(scene.message(priority=Priority.KV_GET))
+    for message in messages:
+        scene.sink.arrived(message)
+    assert [rail.slices for rail in scene.requests.rails()] == [3, 3, 3]
+    assert {rail.bytes_in_flight for rail in scene.requests.rails()} == {0}
+
+
+def test_one_on_a_silent_rail_goes_out_over_another(region: Region) -> None:
+    scene = Scene(region, num_rails=2)
+    message = scene.posted(1000)
+    silent = next(link for link in scene.links if link.messages)
+    well = next(link for link in scene.links if not link.messages)
+    silent.suspect = lambda evidence: None
+    scene.requests.expire(message.started + 0.01)
+    assert message.part is None
+    scene.requests.expire(message.started + 1.0)
+    [part] = well.slices
+    assert part.operation.handle is message
+    scene.sink.done(well, [(part, Status.OK)])
+    message.wait(0.0)
+    assert message.attempts == 2
+    scene.sink.done(silent, [(part, Status.OK)])  # its answer comes after all
+    assert message.bytes_moved == 1000
+    assert {rail.bytes_in_flight for rail in scene.requests.rails()} == {0}
