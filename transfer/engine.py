@@ -335,8 +335,8 @@ class TransferEngine(Movement, Arrivals):
         name = name_of(peer)
         if name == self.name:
             return explain_self(name)
-        missing = self._links.rdma.missing
-        return explain_link(self._rendezvous.facts, missing, self._table.ready(name), memory)
+        link = self._table.ready(name)
+        return explain_link(self._links.opener.surroundings(link), link, memory)
 
     def statistics(self) -> TransferStatistics:
         """Return what was done so far."""

@@ -122,12 +122,29 @@ class AccessRefused(TransferError):
     Attributes:
         peer: owner of the memory.
         reason: which rule was broken, with the numbers where they are known.
+        backend, attempts, bytes_moved, elapsed_s, rail: as of `PeerLost`, where the owner has
+            refused it; what is refused here at once was not under way.
     """
 
-    def __init__(self, peer: str, reason: str) -> None:
+    def __init__(
+        self,
+        peer: str,
+        reason: str,
+        *,
+        backend: str = "",
+        attempts: int = 0,
+        bytes_moved: int = 0,
+        elapsed_s: float = 0.0,
+        rail: str = "",
+    ) -> None:
         super().__init__(f"access to memory of {peer} refused: {reason}")
         self.peer = peer
         self.reason = reason
+        self.backend = backend
+        self.attempts = attempts
+        self.bytes_moved = bytes_moved
+        self.elapsed_s = elapsed_s
+        self.rail = rail
 
 
 class RegionUnknown(AccessRefused):

@@ -190,9 +190,7 @@ class Links:
         """Fail operations that are beyond their deadlines. At every tick."""
         for link in self._table.links():
             self._resumptions.tick(link, now)
-            link.requests.expire(now)
-            if link.rdma is not None:
-                link.rdma.expire(now)
+            link.expire(now)
         self.told.expire()
 
     def tell_withdrawn(self, link: PeerLink, token: bytes) -> None:
@@ -261,6 +259,7 @@ class Links:
                 lose=lambda evidence: self.lose(link, evidence),
                 on_tried=lambda: link.decide(),
             )
+            link.deputy = self.opener.make_deputy(link)
         self.board.drop(name)
         self._table.add(link)
         control.open()
@@ -278,7 +277,7 @@ class Links:
                 self.lose(link, "no rail between its RDMA devices and ours could be opened")
                 return
             link.requests.close(PeerLost(link.name, "no rail"))
-            link.backend = "tcp"
+            link.backend, link.deputy = "tcp", None
             link.requests = self.opener.make_requests(link.name, "tcp", link.facts)
         if link.dialed:
             link.rdma.tell_tried()
@@ -298,7 +297,7 @@ class Links:
 
     def rails(self) -> list[RailStatistics]:
         """Return what is known about all rails. Any thread."""
-        return [rail for link in self._table.links() for rail in link.requests.rails()]
+        return [rail for link in self._table.links() for rail in link.rails()]
 
     def _attach_signal(self, link: PeerLink, sock: socket.socket) -> None:
         link.signal = SignalChannel(sock, link.name)
@@ -382,6 +381,8 @@ class Links:
         link.locations.close()
         link.control.close()
         link.requests.close(error)
+        if link.deputy is not None:
+            link.deputy.close(error)
         if link.rdma is not None:
             self.rdma.disconnect(link.rdma)
         link.windows.clear()

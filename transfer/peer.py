@@ -12,11 +12,14 @@ from transfer.arguments import check_type
 from transfer.backends.process_memory import Locations, PeerProcess
 from transfer.backends.shared_memory import Windows
 from transfer.control_connection import ControlConnection
+from transfer.deputy import Deputy
 from transfer.errors import PeerLost, PeerUnknown
 from transfer.handshake import Facts
 from transfer.rdma import RdmaPeer
+from transfer.region import Region
 from transfer.requests import Requests
 from transfer.signals import SignalChannel
+from transfer.statistics import RailStatistics
 
 # Incarnations that were lost without being fenced, remembered for their evidence.
 DEPARTED_MAX = 4096
@@ -41,6 +44,7 @@ class PeerLink:
         dialed: whether we called the peer, and not it us.
         session: shows that further connections belong to this one; a secret of both ends.
         rdma: queue pairs and keys; None unless both sides have devices.
+        deputy: has tcp stand in for RDMA; None where it may not, or need not.
         num_undecided: sides that have not found out whether RDMA works.
         served_id: names this life of the peer at the service of our memory.
     """
@@ -70,6 +74,7 @@ class PeerLink:
         self.windows = windows
         self.locations = locations
         self.rdma: RdmaPeer | None = None
+        self.deputy: Deputy | None = None
         self.num_undecided = 2
         self._process: PeerProcess | None = None
         self.signal: SignalChannel | None = None
@@ -83,6 +88,21 @@ class PeerLink:
     def alive(self) -> bool:
         """Whether it is ready, and nothing speaks against it."""
         return self.state is LinkState.READY and self.evidence is None
+
+    def rails(self, region: Region | None = None) -> list[RailStatistics]:
+        """Return what is known about its rails, the best for a region first. Any thread."""
+        found = self.requests.rails(region)
+        if self.deputy is not None and self.deputy.requests is not None:
+            found += self.deputy.requests.rails(region)
+        return found
+
+    def expire(self, now: float) -> None:
+        """Fail what is late, over whatever rails. At every tick."""
+        self.requests.expire(now)
+        if self.deputy is not None:
+            self.deputy.tick(now)
+        if self.rdma is not None:
+            self.rdma.expire(now)
 
     def find_process(self) -> PeerProcess:
         """Return the process at the other end of the signal socket.
@@ -101,6 +121,8 @@ class PeerLink:
         self.evidence = "its connection belongs to the parent process"
         self.control.abandon()
         self.requests.abandon()
+        if self.deputy is not None:
+            self.deputy.abandon()
         if self.signal is not None:
             self.signal.sock.close()
 

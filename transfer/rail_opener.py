@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from configs.schema import TransferConfig
 from transfer.backends.tcp import TcpRail
+from transfer.deputy import Deputy, Replaceable, Replacement
 from transfer.event_loop import EventLoop
+from transfer.explanation import Surroundings
 from transfer.handshake import Facts, Purpose
 from transfer.interface_addresses import interface_addresses
 from transfer.negotiation import Greeted, Outcome
 from transfer.own_rails import OwnRails
-from transfer.pairing import pair_addresses
+from transfer.pairing import pair_addresses, share_network
 from transfer.peer import PeerLink, PeerTable
 from transfer.preference import RailKind
 from transfer.priority import shares_of
@@ -33,6 +36,8 @@ from transfer.resumption import Way
 from transfer.statistics import Tally
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=Requests)
 
 
 class _Trial:
@@ -93,6 +98,27 @@ class RailOpener:
             facts: what it tells about itself.
             tried: told once, when the first rail has been opened, or none of them could be.
         """
+        kind = Replaceable if backend == "verbs" else Requests
+        return self._make(kind, name, backend, facts, tried)
+
+    def make_deputy(self, peer: PeerLink) -> Deputy | None:
+        """Let tcp stand in for RDMA; None where the peer or we do not talk it."""
+        if not isinstance(peer.requests, Replaceable):
+            return None
+        if not (self._rendezvous.facts.tcp and peer.facts.tcp):
+            return None
+        return Deputy(
+            peer.requests, lambda: self._make(Replacement, peer.name, "tcp", peer.facts, None)
+        )
+
+    def _make(
+        self,
+        kind: type[R],
+        name: str,
+        backend: str,
+        facts: Facts,
+        tried: Callable[[bool], None] | None,
+    ) -> R:
         rails = self.rails(backend, facts)
         verbs = backend == "verbs"
         trial = _Trial(len(rails), tried)
@@ -100,13 +126,13 @@ class RailOpener:
         def open_rail(idx: int, done: Callable[[RailLink | None], None]) -> None:
             self.open(name, rails[idx], requests, trial.watch(done))
 
-        kind = RailKind.RDMA if verbs else RailKind.INTERFACE
-        requests = Requests(
+        ends = RailKind.RDMA if verbs else RailKind.INTERFACE
+        requests = kind(
             name,
             self._loop,
             self._tally,
             num_rails=len(rails),
-            prefer=RailPreferences([rail.local for rail in rails], kind=kind).order_for,
+            prefer=RailPreferences([rail.local for rail in rails], kind=ends).order_for,
             shares=shares_of(self._config),
             open_rail=open_rail,
             orders_immediates=not verbs,
@@ -134,6 +160,17 @@ class RailOpener:
             return named + [Way(None, address) for address in peer.facts.rails]
         rails = self.rails("tcp", peer.facts)
         return [Way(rail.local, rail.remote) for rail in rails] + named
+
+    def surroundings(self, peer: PeerLink) -> Surroundings:
+        """Return what could be used on the way to a peer, and what could not. Any thread."""
+        rails = self.rails(peer.backend, peer.facts)
+        interfaces = interface_addresses()
+        return Surroundings(
+            own=self._rendezvous.facts,
+            no_verbs=self._rdma.missing,
+            rails=tuple((str(rail), _against(rail, interfaces)) for rail in rails),
+            unused=(*self._rdma.unused, *self.own.unused),
+        )
 
     def open(
         self,
@@ -183,3 +220,10 @@ class RailOpener:
         self._rendezvous.dial(
             rail.remote, Purpose.DATA, name=peer.name, source=source, on_outcome=dialed
         )
+
+
+def _against(rail: RailName, interfaces: Mapping[str, Sequence[str]]) -> str:
+    remote = rail.remote.rpartition(":")[0]
+    if rail.backend != "tcp" or rail.local == remote:
+        return ""
+    return "" if share_network(rail.local, remote, interfaces) else "its ends share no network"

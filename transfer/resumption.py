@@ -240,7 +240,7 @@ class Resumptions:
         if not self._is_missed(link, resumption, now):
             self.forget(link)
             return
-        num_done = sum(rail.slices for rail in link.requests.rails())
+        num_done = sum(rail.slices for rail in link.rails())
         if self._num_done.setdefault(link, num_done) != num_done:
             self._num_done[link] = num_done
             resumption.progressed(now)

@@ -52,6 +52,8 @@ class RailStatistics:
         failures: how often it broke, stalled or could not be opened.
         retries: slices that it lost and that were sent again.
         bytes_in_flight: posted, and not ended.
+        evidence: why it failed last, "" if it never did.
+        failed_at: when, by `time.monotonic`.
     """
 
     peer: str
@@ -64,6 +66,8 @@ class RailStatistics:
     failures: int
     retries: int
     bytes_in_flight: int
+    evidence: str = ""
+    failed_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

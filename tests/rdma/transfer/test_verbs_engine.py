@@ -19,7 +19,7 @@ import torch
 
 from configs.schema import TransferBackend
 from tests.support.engines import BOTH, eventually, new_engine, offer
-from tests.support.fabric import lose_silently, pull, slow_down
+from tests.support.fabric import lose_silently, pull, repair, slow_down
 from transfer import (
     Access,
     AccessRefused,
@@ -92,6 +92,46 @@ def test_tcp_takes_over_where_the_cards_do_not_reach_each_other(
         one.write(other.name, source, key, 0, 0, MIB, immediate=1).wait()
         other.expect({(one.name, 1): 1}, timeout_s=SOON_S)
         assert torch.equal(window, source.tensor)
+
+
+def test_tcp_takes_over_in_the_middle_and_gives_back(
+    fabric: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = iter(("one host", "another"))
+    monkeypatch.setattr("transfer.rendezvous.host_identity", lambda: next(hosts))
+    with new_engine("auto", devices=OURS) as one, new_engine("auto", devices=THEIRS) as other:
+        one.connect(other.address, timeout_s=SOON_S)
+        assert one.peer(other.name).backend == "verbs"
+        nbytes = 8 * MIB
+        window = torch.zeros(nbytes, dtype=torch.uint8)
+        key = offer(other, other.register(window), one)
+        source = one.register(random_tensor(nbytes))
+        one.write(other.name, source, key, 0, 0, 64).wait()
+        slow_down(0, 1)
+        options = {"timeout_s": SOON_S * 2}
+        first = one.write(other.name, source, key, 0, 0, nbytes, immediate=3, **options)
+        eventually(lambda: first.bytes_moved > 0, "some bytes")
+        pull(0)
+        pull(1)
+        assert not first.done(), "the fault must hit in the middle"
+        second = one.write(other.name, source, key, 0, 0, 4096, immediate=4, **options)
+        for transfer in (first, second):
+            transfer.wait()
+            assert transfer.backend == "tcp"
+        other.expect({(one.name, 3): 1, (one.name, 4): 1}, timeout_s=SOON_S)
+        assert not other.arrived({(one.name, 3): 1})
+        assert not other.arrived({(one.name, 4): 1})
+        assert torch.equal(window, source.tensor)
+        print(one.explain(other.name))
+        repair()
+        deadline = time.monotonic() + SOON_S
+        third = one.write(other.name, source, key, 0, 0, 4096, immediate=5, **options)
+        while third.backend != "verbs":
+            third.wait()
+            assert time.monotonic() < deadline, "the cards are back"
+            time.sleep(0.2)
+            third = one.write(other.name, source, key, 0, 0, 4096, **options)
+        third.wait()
 
 
 def test_what_cannot_be_had_is_refused_at_once() -> None:
