@@ -154,6 +154,8 @@ def interpreted() -> Iterator[None]:
                     setattr(owner, name, function)
         # Once for all: done again at each call of a device function it takes most of the time.
         patch_language(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        # What Triton 3.6 has for this fails with numpy 2.4.
+        tl.tensor.__index__ = lambda number: int(number.handle.data.squeeze())
         interpreter._patch_lang = lambda body: SimpleNamespace(restore=lambda: None)
         with kernels_on_cpu(), warnings.catch_warnings(), np.errstate(all="ignore"):
             # Of numpy, where a GPU silently computes a NaN.

@@ -38,7 +38,7 @@ BUDGETS = {
     "_place_kernel": (112, 512),
     "_scan_kernel": (72, 8192),
     "_place_arrivals_kernel": (40, 64),
-    "_sum_kernel": (72, 4096),
+    "_sum_kernel": (64, 2048),
     "_survey_kernel": (40, 64),
     "_unpack_kernel": (24, 0),
     "_unpack_scales_kernel": (80, 0),
