@@ -79,8 +79,7 @@ class Replaceable(Requests):
                 rest = _rest(operation)
                 core.end(operation)
                 _keep(operation, rest)
-            if given:
-                self._changed.notify_all()
+            self._call_waiting()
         return given
 
 

@@ -8,7 +8,6 @@ deadlines and for rails that have stalled.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +71,7 @@ class Requests:
         self._links: list[RailLink | None] = [None] * num_rails
         self._core = SprayCore(num_rails, shares=shares, room=self._room)
         self._closed: TransferError | None = None
+        self._awaited = False  # whether anybody may be waiting for a turn
         # Whether the rails' links take the short way.
         self.express = False
         self.tally = tally
@@ -87,7 +87,7 @@ class Requests:
         if self._prefer is not None and operation.region is not None:
             operation.rails = self._prefer(operation.region)
         with self._lock:
-            if len(core.operations) >= OPERATIONS_MAX or self._closed is not None:
+            if self._is_full or self._closed is not None:
                 self._await_turn(operation)
             now = operation.queued_at = time.monotonic()
             slice_operation(
@@ -114,7 +114,7 @@ class Requests:
         if self._prefer is not None:
             message.rails = self._prefer(message.region)
         with self._lock:
-            if len(core.operations) >= OPERATIONS_MAX or not core.post_express(message):
+            if self._is_full or not core.post_express(message):
                 return False
             link = cast("ExpressLink", self._links[message.rail_idx])
             message.rail = link.rail
@@ -224,9 +224,7 @@ class Requests:
         with self._lock:
             if message.part is None:
                 core.finish_express(message)
-                full = len(core.operations) == OPERATIONS_MAX - 1
-                if full:
-                    self._changed.notify_all()
+                self._call_waiting()
                 if core.num_queued:
                     self._pump(time.monotonic())
         if message.part is not None:  # it met trouble, but has come through
@@ -255,8 +253,19 @@ class Requests:
                 self._tell(rail, evidence, self._core.break_rail(rail, now))
                 self._pump(now)
 
+    @property
+    def _is_full(self) -> bool:
+        return len(self._core.operations) >= OPERATIONS_MAX or self._core.numbers.is_exhausted
+
+    def _call_waiting(self) -> None:
+        if self._awaited:
+            with self._changed:
+                self._awaited = False
+                self._changed.notify_all()
+
     def _await_turn(self, operation: Operation) -> None:
-        while self._closed is None and len(self._core.operations) >= OPERATIONS_MAX:
+        while self._closed is None and self._is_full:
+            self._awaited = True
             remaining = operation.handle.deadline - time.monotonic()
             if remaining <= 0 or self._loop.is_current or not self._changed.wait(remaining):
                 raise operation.handle.timed_out()
@@ -333,7 +342,7 @@ class Requests:
         if operation.transfer_id not in self._core.operations:
             if rail is not None:
                 rail.complete(part, now)
-            self._drop_place(operation)
+            operation.drop_place()
         elif status is not Status.OK:
             if rail is not None:
                 rail.complete(part, now)
@@ -364,14 +373,10 @@ class Requests:
 
     def _report(self, ended: Sequence[_Ended]) -> None:
         """Tell the callers, without the lock: a callback may call us."""
-        if not ended:
-            return
         for operation, error in ended:
             if not operation.handle.finish(error):
-                self._drop_place(operation)
-        if len(self._core.operations) + len(ended) >= OPERATIONS_MAX:
-            with self._changed:
-                self._changed.notify_all()
+                operation.drop_place()
+        self._call_waiting()
 
     def _book(self, slices: Sequence[Slice]) -> None:
         """See to it that those of the short way are known to the core as slices."""
@@ -385,11 +390,6 @@ class Requests:
         link, self._links[rail.idx] = self._links[rail.idx], None
         if link is not None:
             link.close()
-
-    def _drop_place(self, operation: Operation) -> None:
-        place, operation.place = operation.place, None
-        if place is not None:
-            os.close(place[0])  # too late: nobody waits for it any more
 
     def _tell(self, rail: RailRecord, evidence: str, again: Sequence[Slice]) -> None:
         rail.evidence = evidence

@@ -7,6 +7,7 @@ the owner drops what it has, or gets the same bytes.
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,6 +62,12 @@ class Operation:
     def num_slices(self) -> int:
         """How many slices it has."""
         return len(self.slices)
+
+    def drop_place(self) -> None:
+        """Close what a map request has brought too late: nobody waits for it any more."""
+        place, self.place = self.place, None
+        if place is not None:
+            os.close(place[0])
 
 
 @dataclass(slots=True, eq=False)

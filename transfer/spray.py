@@ -18,6 +18,7 @@ from typing import Final
 
 from transfer.bulk import bulk_bytes_max
 from transfer.express import Express
+from transfer.numbering import Numbering
 from transfer.priority import Priority
 from transfer.rail import RailState
 from transfer.rail_record import STALL_S, RailRecord
@@ -67,15 +68,15 @@ class SprayCore:
         self._room = room
         self._virtual = 0.0
         self._urgent_at = float("-inf")
-        self._next_id = 1
         # By transfer id, ascending: who is submitted later has the larger one.
         self.operations: dict[int, Operation | Express] = {}
+        self.numbers = Numbering(self.operations)
         self.num_queued = 0
 
     @property
     def oldest(self) -> int:
         """Lowest transfer id that is unfinished."""
-        return next(iter(self.operations), self._next_id)
+        return self.numbers.oldest
 
     @property
     def slice_bytes(self) -> int:
@@ -90,8 +91,7 @@ class SprayCore:
 
     def add(self, operation: Operation) -> None:
         """Take an operation and number it."""
-        operation.transfer_id = self._next_id
-        self._next_id += 1
+        operation.transfer_id = self.numbers.take()
         self.operations[operation.transfer_id] = operation
 
     def enqueue(self, operation: Operation) -> None:
@@ -150,8 +150,7 @@ class SprayCore:
             return False
         rail.carry(message.nbytes, urgent)
         message.rail_idx = rail.idx
-        message.transfer_id = number = self._next_id
-        self._next_id = number + 1
+        message.transfer_id = number = self.numbers.take()
         self.operations[number] = message
         message.oldest = next(iter(self.operations))
         return True
