@@ -21,9 +21,11 @@ import torch
 from dispatch.kernels.grouped_tiles import (
     FEW_ROWS,
     MANY_ROWS,
+    MOST_ROWS,
+    Architecture,
     GemmTiles,
+    architecture,
     check_bounds,
-    is_rocm,
     tile_of_program,
 )
 from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
@@ -85,21 +87,23 @@ def _grouped_gemm_kernel(
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gemm_tiles(num_rows: int, num_experts: int) -> GemmTiles:
+def gemm_tiles(num_rows: int, num_experts: int, kind: Architecture) -> GemmTiles:
     """Choose sizes by the mean number of rows of an expert.
 
     With few rows the weights are all that is read, and many narrow programs read them fastest;
     with many the tiles are as large as registers and shared memory allow.
     """
     mean = cdiv(num_rows, max(1, num_experts))
-    if is_rocm():
+    if kind is Architecture.CDNA:
         block_m = 16 if mean <= FEW_ROWS else 64 if mean <= MANY_ROWS else 128
         return GemmTiles(block_m=block_m, block_n=128, block_k=64, num_warps=8, num_stages=2)
     if mean <= FEW_ROWS:
         return GemmTiles(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4)
     if mean <= MANY_ROWS:
         return GemmTiles(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)
-    return GemmTiles(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
+    if mean <= MOST_ROWS or kind is Architecture.AMPERE:
+        return GemmTiles(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
+    return GemmTiles(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 
 
 def grouped_gemm(
@@ -139,7 +143,7 @@ def grouped_gemm(
     check_operand("out", out, due, (rows.dtype, torch.float32), device=rows.device)
     if not runs_kernel(rows.device):
         return grouped_gemm_torch(rows, weights, bounds, out=out)
-    tiles = tiles or gemm_tiles(num_rows, num_experts)
+    tiles = tiles or gemm_tiles(num_rows, num_experts, architecture(rows.device))
     launch(
         _grouped_gemm_kernel,
         (tiles.num_programs(num_rows, num_experts, num_columns),),

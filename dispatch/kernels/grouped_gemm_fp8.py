@@ -24,9 +24,10 @@ from dispatch.kernels.grouped_tiles import (
     FEW_ROWS,
     FP8_BLOCK,
     MANY_ROWS,
+    Architecture,
     GemmTiles,
+    architecture,
     check_bounds,
-    is_rocm,
     tile_of_program,
 )
 from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
@@ -98,10 +99,10 @@ def _grouped_gemm_fp8_kernel(
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gemm_fp8_tiles(num_rows: int, num_experts: int) -> GemmTiles:
+def gemm_fp8_tiles(num_rows: int, num_experts: int, kind: Architecture) -> GemmTiles:
     """Choose sizes by the mean number of rows of an expert (see `gemm_tiles`)."""
     mean = cdiv(num_rows, max(1, num_experts))
-    if is_rocm():
+    if kind is Architecture.CDNA:
         block_m = 16 if mean <= FEW_ROWS else 64
         return GemmTiles(block_m=block_m, block_n=128, block_k=128, num_warps=8, num_stages=2)
     if mean <= FEW_ROWS:
@@ -153,7 +154,7 @@ def grouped_gemm_fp8(
         return grouped_gemm_fp8_torch(
             rows, row_scales, weights, weight_scales, bounds, out_dtype=out_dtype
         )
-    tiles = tiles or gemm_fp8_tiles(num_rows, num_experts)
+    tiles = tiles or gemm_fp8_tiles(num_rows, num_experts, architecture(device))
     check_range("block_k", tiles.block_k, FP8_BLOCK, FP8_BLOCK)
     check_range("128 % block_n", FP8_BLOCK % tiles.block_n, 0, 0)
     out = rows.new_empty((num_rows, num_columns), dtype=out_dtype)

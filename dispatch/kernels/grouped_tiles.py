@@ -20,6 +20,7 @@ could be, and those left over return at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
@@ -28,7 +29,15 @@ from dispatch.kernels.language import cdiv, jit, tl
 from dispatch.kernels.operands import IDS, check_operand, runs_kernel
 
 FP8_BLOCK = 128  # elements with one scale
-FEW_ROWS, MANY_ROWS = 16, 128  # of an expert, on average
+FEW_ROWS, MANY_ROWS, MOST_ROWS = 16, 128, 512  # of an expert, on average
+
+
+class Architecture(StrEnum):
+    """What sizes of tiles depend on: registers and shared memory of a program."""
+
+    CDNA = "cdna"  # 64 KiB
+    AMPERE = "ampere"  # and all others: 99 to 164 KiB, products of single warps
+    HOPPER = "hopper"  # and data-centre Blackwell: 227 KiB, products of groups of warps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +67,13 @@ class GemmTiles:
         return m_tiles * cdiv(num_columns, self.block_n)
 
 
-def is_rocm() -> bool:
-    """Whether this build of torch is for AMD, whose programs have 64 KiB of shared memory."""
-    return torch.version.hip is not None
+def architecture(device: torch.device) -> Architecture:
+    """Return what a device is; for a CPU what its interpreter stands for."""
+    if torch.version.hip is not None:
+        return Architecture.CDNA
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return Architecture.AMPERE
+    return Architecture.HOPPER
 
 
 def check_bounds(

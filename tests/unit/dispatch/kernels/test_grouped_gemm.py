@@ -9,7 +9,7 @@ import torch
 
 from dispatch.errors import InputInvalid
 from dispatch.kernels.grouped_gemm import gemm_tiles, grouped_gemm, grouped_gemm_torch
-from dispatch.kernels.grouped_tiles import GemmTiles
+from dispatch.kernels.grouped_tiles import Architecture, GemmTiles
 
 OPERATIONS = (grouped_gemm, grouped_gemm_torch)
 SMALL = GemmTiles(block_m=4, block_n=8, block_k=16, group_m=2)
@@ -124,9 +124,13 @@ def test_there_are_programs_for_every_split_of_the_rows(seed) -> None:
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
-    sizes = [gemm_tiles(rows, 64).block_m for rows in (0, 8, 64 * 16, 64 * 17, 64 * 200)]
-    assert sizes == [16, 16, 16, 64, 128]
-    assert gemm_tiles(0, 0).block_m == 16
+    for kind in Architecture:
+        sizes = [
+            gemm_tiles(rows, 64, kind) for rows in (0, 8, 64 * 16, 64 * 17, 64 * 200, 64 * 900)
+        ]
+        assert [tiles.block_m for tiles in sizes] == [16, 16, 16, 64, 128, 128]
+        assert (sizes[-1].block_n == 256) == (kind is Architecture.HOPPER)
+        assert gemm_tiles(0, 0, kind).block_m == 16
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dispatch.kernels.grouped_gemm_fp8 import (
     grouped_gemm_fp8,
     grouped_gemm_fp8_torch,
 )
-from dispatch.kernels.grouped_tiles import GemmTiles
+from dispatch.kernels.grouped_tiles import Architecture, GemmTiles
 
 OPERATIONS = (grouped_gemm_fp8, grouped_gemm_fp8_torch)
 E4M3 = torch.float8_e4m3fn
@@ -85,8 +85,8 @@ def test_random_numbers_with_the_tiles_that_are_used(interpreted, seed) -> None:
 
 
 def test_tiles_keep_within_a_block_of_scales() -> None:
-    for rows in (0, 100, 1000, 100_000):
-        tiles = gemm_fp8_tiles(rows, 16)
+    for rows, kind in itertools.product((0, 100, 1000, 100_000), Architecture):
+        tiles = gemm_fp8_tiles(rows, 16, kind)
         assert tiles.block_k == 128
         assert 128 % tiles.block_n == 0
 
