@@ -14,8 +14,10 @@ from dispatch.expert_map import ExpertMap
 from dispatch.kernels import (
     arrange,
     fp8,
+    locate_results,
     pack,
     pack_fp8,
+    pack_results,
     route,
     sigmoid_topk,
     softmax_topk,
@@ -37,6 +39,8 @@ BUDGETS = {
     "_pack_kernel": (40, 0),
     "_place_kernel": (112, 512),
     "_scan_kernel": (72, 8192),
+    "_locate_results_kernel": (40, 64),
+    "_pack_results_kernel": (40, 64),
     "_place_arrivals_kernel": (40, 64),
     "_sum_kernel": (64, 2048),
     "_survey_kernel": (40, 64),
@@ -47,7 +51,7 @@ BUDGETS = {
     "_topk_softmax_kernel": (72, 256),
 }
 FP8_KERNELS = {"_quantise_kernel", "_dequantise_kernel", "_pack_fp8_kernel"}
-MOVERS = {"_pack_kernel", "_pack_fp8_kernel", "_unpack_kernel"}
+MOVERS = {"_pack_kernel", "_pack_fp8_kernel", "_pack_results_kernel", "_unpack_kernel"}
 
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
@@ -60,7 +64,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     narrow = fp8.quantise_torch(x)
     messages = {
         "header": torch.zeros(64, dtype=torch.uint8),
-        "messages": torch.zeros(64, dtype=torch.uint8),
+        "messages": torch.zeros(W * (T * K + 1) * 2 * H, dtype=torch.uint8),
         "offsets": torch.zeros(W, dtype=torch.int64),
     }
     arrivals = messages["messages"], torch.full((W,), -1)
@@ -75,6 +79,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         "capacity": W * T * K,
     }
     arranged = arrange.arrange_torch(*arrivals, **facts)
+    results = torch.zeros(W * T * K, H, dtype=torch.bfloat16)
+    returned = {"header": facts["header"], "ranks": facts["ranks"], "row_bytes": 2 * H}
+    returned["window_rows"] = T * K + 1
     groups = {"bias": torch.zeros(E), "num_groups": 8, "topk_groups": 4}
     return [
         *recorded(monkeypatch, lambda: softmax_topk.softmax_topk(logits, K), softmax_topk),
@@ -94,6 +101,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         ),
         *recorded(
             monkeypatch, lambda: unpack.unpack_scales(arrivals[0], arranged, hidden=H), unpack
+        ),
+        *recorded(
+            monkeypatch,
+            lambda: pack_results.pack_results(results, arranged, **messages),
+            pack_results,
+        ),
+        *recorded(
+            monkeypatch,
+            lambda: locate_results.locate_results(arrivals[0], routed, **returned),
+            locate_results,
         ),
         *recorded(monkeypatch, lambda: pack.pack(x, routed, slots, **messages), pack),
     ]
