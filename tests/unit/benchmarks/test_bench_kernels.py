@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import bench_kernels
 from benchmarks.bench_kernels import TINY, parsed, shapes, unusable, wrong_results
+from benchmarks.harness import Recorder
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -70,6 +72,38 @@ def test_results_that_are_not_numbers_are_wrong(options) -> None:
     )
     assert "differs by nan" in str(case.mismatch())
     assert found["swiglu"].mismatch() is None
+
+
+class FakeClock:
+    """Runs what it is to time once, and finds that it took two microseconds."""
+
+    def __init__(self, device, samples) -> None:
+        del device, samples
+
+    def microseconds(self, call):
+        call()
+        return [2.0]
+
+
+def test_figures_are_recorded_for_every_kernel(options, monkeypatch) -> None:
+    monkeypatch.setattr(bench_kernels, "Clock", FakeClock)
+    monkeypatch.setattr(bench_kernels, "bandwidth", lambda clock, device: 1000.0)
+    recorder = Recorder("kernels")
+    bench_kernels.measure(options, CPU, recorder)
+    floors = {
+        line["kernel"]: line["median"]
+        for line in recorder.lines
+        if line["figure"] == "of the memory floor" and line["tokens"] == 3
+    }
+    assert set(floors) == {
+        "softmax_topk", "topk_softmax", "sigmoid_topk", "route", "quantise", "pack", "arrange",
+        "unpack", "pack_fp8", "unpack_fp8_rows", "unpack_scales", "combine", "swiglu",
+        "swiglu_fp8", "grouped_gemm", "grouped_gemm_fp8",
+    }  # fmt: skip
+    # 3 tokens of 4 choices: 12 rows are read and 3 written, of 256 bf16, and slots and weights.
+    assert floors["combine"] == pytest.approx((15 * 512 + 96) / 1000 / 2, abs=1e-4)
+    rates = [line for line in recorder.lines if line["unit"] == "TFLOP/s"]
+    assert {line["kernel"] for line in rates} == {"grouped_gemm", "grouped_gemm_fp8"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
