@@ -1,8 +1,9 @@
 """The corner cases of token dispatch by number, on every backend, in real processes.
 
 The processes of a backend stay for the whole module. What a backend cannot do is a typed error,
-asserted like everything else. Rows in fp8 (12 to 14) are in `test_deepep.py`, lost ranks and
-disagreement about them (21, 23) in `tests/fault/dispatch/test_lost_ranks.py`.
+asserted like everything else. Not here: scales of fp8 rows (12 to 14, `test_deepep.py` and
+`tests/unit/dispatch/test_fp8_rows.py`), addresses beyond 32 bits (15, `test_large_offsets.py`
+there), lost ranks and different views of them (21, 23, `tests/fault/dispatch`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import pytest
 
 from tests.support import corner_cases as cases
+from tests.support import corner_cases_wire as wire
 from tests.support.rank_pool import BACKENDS, RankPool, rank_pool
 
 WORLD = 6
@@ -49,6 +51,13 @@ ON_EVERY_RANK = [
     cases.case_28_many_exchanges_on_two_dispatchers,
     cases.case_29_weights_of_missing_experts,
     cases.case_31_uninitialised_memory,
+    wire.case_bytes_and_messages,
+    wire.case_12_fp8_on_the_wire,
+    wire.case_22_ranks_leave_and_join,
+    wire.case_22_a_new_life_of_a_rank,
+    wire.case_24_any_order_and_twice,
+    wire.case_25_epochs_beyond_the_immediate,
+    wire.case_26_more_than_any_queue_holds,
 ]
 
 
