@@ -75,6 +75,14 @@ class PassSequence:
         self.state = State.FAILED
         self._due.clear()
 
+    def __enter__(self) -> None:
+        """Messages are under way: whatever is raised until `__exit__`, this pass is lost."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """See `__enter__`."""
+        if kind is not None:
+            self.become_failed()
+
     def begin(self) -> None:
         """Start the next pass."""
         self._require("begin_pass", State.IDLE)

@@ -17,8 +17,7 @@ has to send more: see `dispatch.growth`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -208,7 +207,7 @@ class TransferDispatcher(Dispatcher):
         stamp = self._sequence.dispatching(layer, microbatch)
         exchange, delivery = self._installed()
         outgoing = exchange.send(x, topk_ids, topk_weights, stamp)
-        with self._losing_the_pass():
+        with self._sequence:
             delivery.send(
                 stamp,
                 partial(exchange.dispatch_bytes, outgoing),
@@ -228,7 +227,7 @@ class TransferDispatcher(Dispatcher):
         stamp = outgoing.stamp
         self._sequence.check(Call.DISPATCH_RECV, outgoing, stamp)
         exchange, delivery = self._installed()
-        with self._losing_the_pass():
+        with self._sequence:
             rows, handle = exchange.receive(
                 outgoing, delivery.receive(stamp, outgoing.shared, timeout_s)
             )
@@ -245,7 +244,7 @@ class TransferDispatcher(Dispatcher):
         stamp = handle.stamp.answer()
         exchange, delivery = self._installed()
         returning = exchange.returning(expert_out, handle, stamp)
-        with self._losing_the_pass():
+        with self._sequence:
             delivery.send(
                 stamp,
                 partial(exchange.combine_bytes, returning),
@@ -263,7 +262,7 @@ class TransferDispatcher(Dispatcher):
         stamp = returning.handle.stamp.answer()
         self._sequence.check(Call.COMBINE_RECV, returning, stamp)
         exchange, delivery = self._installed()
-        with self._losing_the_pass():
+        with self._sequence:
             out = exchange.finish(returning, delivery.receive(stamp, returning.shared, timeout_s))
         self._sequence.combined(stamp)
         return out
@@ -288,15 +287,6 @@ class TransferDispatcher(Dispatcher):
         assert exchange is not None
         assert delivery is not None
         return exchange, delivery
-
-    @contextmanager
-    def _losing_the_pass(self) -> Iterator[None]:
-        """Whatever goes wrong once messages are under way, this pass cannot be finished."""
-        try:
-            yield
-        except BaseException:
-            self._sequence.become_failed()
-            raise
 
     def _drop_windows(self) -> None:
         self._delivery = None

@@ -81,11 +81,13 @@ def fail_a_pass(mine: DispatchRank) -> PassFailed:
     return caught.value
 
 
-def killed_rank(board: Board, backend: TransferBackend, point: str, seed: int):
+def killed_rank(board: Board, backend: TransferBackend, point: str, seed: int, slack: float = 2.0):
     ranks = list(range(board.world_size))
     survivors = [rank for rank in ranks if rank != VICTIM]
     placing = torch.Generator().manual_seed(seed)
-    with DispatchRank(board, backend=backend, pass_timeout_s=GENEROUS_S) as mine:
+    with DispatchRank(
+        board, backend=backend, pass_timeout_s=GENEROUS_S, window_slack=slack
+    ) as mine:
         mine.install(1, ranks, draw_map(LAYOUT, ranks, placing))
         mine.check_pass(3)
         if board.rank == VICTIM:
@@ -96,6 +98,7 @@ def killed_rank(board: Board, backend: TransferBackend, point: str, seed: int):
         for num_tokens in (0, 5, 12):
             mine.check_pass(num_tokens)
         board.exchange("done", None, survivors)
+        assert slack >= 1 or mine.dispatcher.statistics().grown_windows > 0
         return failure.suspects, failure.evidence
 
 
@@ -112,6 +115,19 @@ def test_survivors_of_a_killed_rank_go_on_without_it(point, backend):
     assert set(named) <= {(VICTIM,), ()}, (seed, results)
     assert (VICTIM,) in named, (seed, results)
     assert time.monotonic() - start < GENEROUS_S, "seen by the lost connection, not by a deadline"
+
+
+@pytest.mark.parametrize("backend", [TransferBackend.SHARED_MEMORY, TransferBackend.TCP])
+@pytest.mark.parametrize("point", ["inside dispatch", "inside combine"])
+def test_a_rank_dies_while_its_windows_grow(point, backend):
+    """Its message may be a note by then, about memory that ends with it."""
+    seed = random.randrange(1 << 32)
+    results = run_ranks(
+        3, killed_rank, backend, point, seed, 0.05, timeout_s=60, exits={VICTIM: -signal.SIGKILL}
+    )
+    named = [results[rank][0] for rank in (0, 2)]
+    assert set(named) <= {(VICTIM,), ()}, (seed, results)
+    assert (VICTIM,) in named, (seed, results)
 
 
 def stopped_rank(board: Board, point: str, seed: int):
