@@ -18,8 +18,10 @@ from dispatch.kernels.arrange import arrange, arrange_torch
 from dispatch.kernels.arranged import Arranged
 from dispatch.kernels.combine import combine, combine_torch
 from dispatch.kernels.fp8 import num_groups, quantise, quantise_torch
+from dispatch.kernels.locate_results import locate_results, locate_results_torch
 from dispatch.kernels.pack import pack, pack_torch
 from dispatch.kernels.pack_fp8 import pack_fp8, pack_fp8_torch
+from dispatch.kernels.pack_results import pack_results, pack_results_torch
 from dispatch.kernels.route import route, route_torch
 from dispatch.kernels.routed import ExpertSlots, Routed
 from dispatch.kernels.unpack import unpack, unpack_scales, unpack_scales_torch, unpack_torch
@@ -35,7 +37,7 @@ Packing = Callable[..., torch.Tensor]
 
 
 def moving_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
-    """Route, pack, arrange, unpack and combine."""
+    """From the choices to the sums."""
     ids, slots = routing_of(shape, device)
     routed = route_torch(ids, slots)
     yield Case(
@@ -56,6 +58,7 @@ def moving_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     for fp8 in (False, True):
         yield _packing(shape, x, routed, slots, fp8=fp8)
         yield from _unpacking(shape, x, slots, fp8=fp8)
+    yield _locating(shape, routed)
     yield _combining(shape, routed)
 
 
@@ -199,6 +202,7 @@ def _unpacking(shape: Shape, x: torch.Tensor, slots: ExpertSlots, *, fp8: bool) 
             defined=partial(defined_of_arranged, fp8=False),
             notes=notes,
         )
+        yield _returning(shape, arranged)
     shown = {"hidden": shape.hidden, "dtype": E4M3 if fp8 else BF16}
     yield Case(
         kernel="unpack_fp8_rows" if fp8 else "unpack",
@@ -220,9 +224,59 @@ def _unpacking(shape: Shape, x: torch.Tensor, slots: ExpertSlots, *, fp8: bool) 
 
 
 def _with_arguments(
-    messages: torch.Tensor, offsets: torch.Tensor, operation: Callable[..., Any], **named: object
+    first: object, second: object, operation: Callable[..., Any], **named: object
 ) -> Any:
-    return operation(messages, offsets, **named)
+    return operation(first, second, **named)
+
+
+def _returning(shape: Shape, arranged: Arranged) -> Case:
+    bounds, device = arranged.source_bounds, arranged.bounds.device
+    results = torch.randn(len(arranged.places), shape.hidden, device=device).to(BF16)
+    header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=device)
+    size = aligned(HEADER_BYTES + int(bounds.diff().max()) * shape.hidden * 2)
+    messages = torch.zeros(shape.members * size, dtype=torch.uint8, device=device)
+    offsets = torch.arange(shape.members, device=device) * size
+    num_arrived = int(bounds[-1])
+
+    def run(operation: Packing) -> Tensors:
+        sizes = operation(results, arranged, header=header, messages=messages, offsets=offsets)
+        return sizes, messages
+
+    def on_zeros(operation: Packing) -> Tensors:
+        messages.zero_()
+        return run(operation)
+
+    return Case(
+        kernel="pack_results",
+        call=lambda: run(pack_results),
+        reference=lambda: on_zeros(pack_results_torch),
+        least_bytes=2 * num_arrived * shape.hidden * 2,
+        defined=lambda result: (result[0], result[1].clone()),
+        notes={"rows": num_arrived},
+    )
+
+
+def _locating(shape: Shape, routed: Routed) -> Case:
+    device, row_bytes = routed.places.device, shape.hidden * 2
+    # A header and the rows, in whole rows whose bytes are a multiple of 64.
+    rows = int(routed.choice_bounds.diff().max()) + -(-HEADER_BYTES // row_bytes)
+    window_rows = -(-rows // 32) * 32
+    size = shape.members * window_rows * row_bytes + HEADER_BYTES
+    run = partial(
+        _with_arguments,
+        torch.zeros(size, dtype=torch.uint8, device=device),
+        routed,
+        header=torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=device),
+        ranks=torch.zeros(shape.members, dtype=torch.int32, device=device),
+        window_rows=window_rows,
+        row_bytes=row_bytes,
+    )
+    return Case(
+        kernel="locate_results",
+        call=lambda: run(locate_results),
+        reference=lambda: run(locate_results_torch),
+        least_bytes=(8 + 8) * shape.choices,
+    )
 
 
 def _combining(shape: Shape, routed: Routed) -> Case:

@@ -98,7 +98,7 @@ def test_figures_are_recorded_for_every_kernel(options, monkeypatch) -> None:
     assert set(floors) == {
         "softmax_topk", "topk_softmax", "sigmoid_topk", "route", "quantise", "pack", "arrange",
         "unpack", "pack_fp8", "unpack_fp8_rows", "unpack_scales", "combine", "swiglu",
-        "swiglu_fp8", "grouped_gemm", "grouped_gemm_fp8",
+        "swiglu_fp8", "grouped_gemm", "grouped_gemm_fp8", "pack_results", "locate_results",
     }  # fmt: skip
     # 3 tokens of 4 choices: 12 rows are read and 3 written, of 256 bf16, and slots and weights.
     assert floors["combine"] == pytest.approx((15 * 512 + 96) / 1000 / 2, abs=1e-4)
