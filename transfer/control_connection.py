@@ -135,6 +135,11 @@ class ControlConnection:
         for wire in [w for w in self._candidates if w.opened_at + CANDIDATE_S <= now]:
             self._drop(wire)
 
+    def nudge(self) -> None:
+        """Let the peer have something to confirm, so that silence will tell."""
+        if not self._log.is_waiting:
+            self.send(encode_control(ControlKind.NUDGE, b""))
+
     def is_silent(self, now: float, patience_s: float) -> bool:
         """Whether the peer has confirmed nothing for so long, of what was sent to it."""
         return self._log.is_silent(now, patience_s)
@@ -238,7 +243,8 @@ class ControlConnection:
                 self._changed.notify_all()
         else:
             self._log.receive(len(content))
-            self._on_frame(kind, content)
+            if kind is not ControlKind.NUDGE:
+                self._on_frame(kind, content)
             if self._log.owes_word_soon:
                 self._confirm()
 

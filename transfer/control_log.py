@@ -113,6 +113,11 @@ class ControlLog:
         self._num_told = self.num_received
         return self.num_received
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is unconfirmed."""
+        return bool(self._frames)
+
     def is_silent(self, now: float, patience_s: float) -> bool:
         """Whether the other side has not confirmed anything for too long."""
         return bool(self._frames) and now - self.progressed_at > patience_s

@@ -176,6 +176,7 @@ class Resumptions:
         self._open: dict[PeerLink, Resumption] = {}
         self._resumed_at: dict[PeerLink, float] = {}
         self._num_done: dict[PeerLink, int] = {}
+        self._num_failures: dict[PeerLink, int] = {}
 
     def on_broken(self, link: PeerLink, evidence: str) -> None:
         """A link's control connection is over."""
@@ -212,6 +213,7 @@ class Resumptions:
         self._open.pop(link, None)
         self._resumed_at.pop(link, None)
         self._num_done.pop(link, None)
+        self._num_failures.pop(link, None)
 
     def tick(self, link: PeerLink, now: float) -> None:
         """Look after a link's control connection. At every tick."""
@@ -221,6 +223,15 @@ class Resumptions:
             self._go_on(link, resumption, now)
         elif link.alive and link.control.is_silent(now, SILENT_S):
             self._begin(link, "control connection silent")
+        elif link.alive:
+            self._ask_after_failures(link)
+
+    def _ask_after_failures(self, link: PeerLink) -> None:
+        """What a rail has met may have met an idle control connection too."""
+        num_failures = sum(rail.failures for rail in link.rails())
+        if self._num_failures.setdefault(link, num_failures) != num_failures:
+            self._num_failures[link] = num_failures
+            link.control.nudge()
 
     def _begin(self, link: PeerLink, evidence: str) -> Resumption:
         found = self._open.get(link)

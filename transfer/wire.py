@@ -51,6 +51,7 @@ class ControlKind(IntEnum):
     VERBS = 9
     CONFIRMED = 10
     RESUMED = 11
+    NUDGE = 12
 
 
 class RequestKind(IntEnum):

@@ -114,7 +114,7 @@ class VerbsRail:
         # Flush completions come for every request, signalled or not.
         self._completions = CompletionQueue(self.device, LANES * (self._depth + 1))
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        loop.watch(self._completions, self._on_event, READABLE | EDGE_TRIGGERED)
+        loop.watch(self._completions, lambda _: self._serve(), READABLE | EDGE_TRIGGERED)
 
     @property
     def is_closed(self) -> bool:
@@ -295,9 +295,6 @@ class VerbsRail:
             if not any(work.part is part for work in lane.unfinished()):
                 self._lost.append(part)
             self._tear(error_text(error), is_broken=True)
-
-    def _on_event(self, _events: int) -> None:
-        self._serve()
 
     def _serve(self) -> None:
         self._skipped = True  # before the look: who has the lock sees it when it lets go
