@@ -267,8 +267,13 @@ class TransferEngine(Movement, Arrivals):
 
         After the return none of its bytes lands over a socket. What was offered to it through
         shared memory must not be reused until its process is dead. `on_peer_lost` is not called.
+
+        Raises:
+            ValueError: our own name.
         """
-        self._table.fence(check_name(name), reason)
+        if check_name(name) == self.name:
+            raise ValueError("an engine does not fence itself")
+        self._table.fence(name, check_type("reason", reason, str))
         self._offers.withdraw_peer(name)
         self._loop.ask(lambda: self._links.fence(name, reason))
 
@@ -333,6 +338,8 @@ class TransferEngine(Movement, Arrivals):
             PeerLost, PeerUnknown: nobody there.
         """
         name = name_of(peer)
+        if memory is not None and not isinstance(memory, RegionKey):
+            check_type("memory", memory, Region)
         if name == self.name:
             return explain_self(name)
         link = self._table.ready(name)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # As integers: an enum member's value costs more than the rest of the check.
 READ, WRITE = Access.READ.value, Access.WRITE.value
+PRIORITIES = (type(None), Priority)
 
 
 class Mover:
@@ -180,6 +181,7 @@ class Mover:
             or not 0 <= their_offset <= their_offset + nbytes <= key.nbytes
             or not 0 <= our_offset <= our_offset + nbytes <= region.nbytes
             or nbytes <= 0
+            or type(priority) not in PRIORITIES
         ):
             return None
         if immediate is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from transfer import native
+from transfer.arguments import check_integer, check_timeout
 from transfer.handle import Transfer
+from transfer.immediates import IMMEDIATE_MAX
 from transfer.pieces import Pieces
-from transfer.priority import Priority
+from transfer.priority import Priority, class_of
 from transfer.region import Region, RegionKey
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ class InPlace:
         Raises:
             PeerLost: it is gone.
         """
+        check_integer("nbytes", nbytes, 0, self.array.size)
+        check_integer("an immediate", immediate, 0, IMMEDIATE_MAX)
+        _check_post(immediate, timeout_s, write=True)
         return self._mover.account(
             self._link, nbytes, immediate, None, write=True, timeout_s=timeout_s
         )
@@ -89,6 +94,7 @@ class Prepared:
         self._write = write
         self._deadline_s = timeout_s
         self._priority = priority
+        class_of(priority, 0, None, write=write)
         self._link, self._window = mover.prepare(peer, region, key, pieces, write=write)
         self._source = self._target = 0
         if len(pieces) == 1:
@@ -115,6 +121,7 @@ class Prepared:
         link, window = self._link, self._window
         if window is None or link is None or not window.live or not link.alive:
             return self._post_anew(immediate, timeout_s)
+        _check_post(immediate, timeout_s, write=self._write)
         pieces = self._pieces
         if len(pieces) == 1:
             native.copy_one(self._target, self._source, self._nbytes)
@@ -157,3 +164,13 @@ class Prepared:
             deadline,
             self._priority,
         )
+
+
+def _check_post(immediate: int | None, timeout_s: float | None, *, write: bool) -> None:
+    """Before anything is copied."""
+    if immediate is not None:
+        if not write:
+            raise ValueError("a read carries no immediate")
+        check_integer("an immediate, 32-bit unsigned,", immediate, 0, IMMEDIATE_MAX)
+    if timeout_s is not None:
+        check_timeout(timeout_s)

@@ -40,8 +40,14 @@ def shares_of(config: TransferConfig) -> dict[Priority, float]:
 def class_of(
     priority: Priority | None, nbytes: int, immediate: int | None, *, write: bool
 ) -> Priority:
-    """Return the class of an operation for which none, or this one, was given."""
+    """Return the class of an operation for which none, or this one, was given.
+
+    Raises:
+        TypeError: no priority.
+    """
     if priority is not None:
+        if type(priority) is not Priority:
+            raise TypeError(f"priority must be a Priority, got {type(priority).__name__}")
         return priority
     if immediate is not None or nbytes <= URGENT_BYTES_MAX:
         return Priority.ACTIVATIONS
