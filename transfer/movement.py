@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from configs.schema import TransferConfig
+from transfer.arguments import check_type
 from transfer.handle import Transfer
 from transfer.operations import Mover, deadline_after
 from transfer.pages import Pages, pieces_of_pages
@@ -143,7 +144,7 @@ class Movement:
         The first `write` under a key maps it, where it can be. All else is as of a write: the
         key must give the right to, and what was withdrawn meanwhile is read by nobody.
         """
-        return self._mover.in_place(name_of(peer), target)
+        return self._mover.in_place(name_of(peer), check_type("a key", target, RegionKey))
 
     def prepare_write(
         self,

@@ -22,6 +22,9 @@ from transfer import TransferEngine, TransferError, allocate
 from transfer import rendezvous as rendezvous_module
 
 SOON_S = 20.0
+# How often whole engines are made, meet and go; thousands more find slower leaks.
+MEETINGS = int(os.environ.get("MOE_RUNTIME_MEETINGS", "1000"))
+WARM_UP = 40
 both_backends = pytest.mark.parametrize("backend", [*BACKENDS, TLS])
 
 
@@ -162,33 +165,43 @@ def test_a_caller_that_drips_is_cut_off_at_the_deadline() -> None:
 
 
 def meet_again_and_again(board: Board, backend: str, times: int) -> dict[str, Any]:
-    """One engine stays, its peers come, map, write, and go."""
+    """One engine stays, its peers come, map, write, and go: by a close, or fenced."""
     process = psutil.Process()
 
     def look() -> dict[str, int]:
         gc.collect()
-        maps = sum("moe-runtime" in m.path for m in process.memory_maps(grouped=False))
-        return {"fds": process.num_fds(), "threads": threading.active_count(), "maps": maps}
+        maps = process.memory_maps(grouped=False)
+        return {
+            "fds": process.num_fds(),
+            "threads": threading.active_count(),
+            "shared": sum("moe-runtime" in m.path for m in maps),
+            "maps": len(maps),
+            "resident": process.memory_info().rss,
+            "objects": len(gc.get_objects()),
+        }
 
     memory, source = allocate(1 << 16), torch.ones(1 << 16, dtype=torch.uint8)
     with new_engine(backend) as engine:
         region = engine.register(memory)
 
-        def meet() -> None:
-            with new_engine(backend) as guest:
+        def meet(number: int) -> None:
+            with new_engine(backend, handshake_timeout_s=30.0) as guest:
                 guest.connect(engine.address)
                 key = engine.offer(region, to=guest.name, access=BOTH)
                 guest.write(engine.name, guest.register(source), key, 0, 0, 1 << 16).wait(SOON_S)
                 guest.write(engine.name, guest.register(source), key, 0, 0, 8, immediate=1).wait()
                 engine.expect({(guest.name, 1): 1}, timeout_s=SOON_S)
-                engine.withdraw(key)
+                if number % 2:
+                    engine.disconnect(guest.name, reason="it has to go")
+                else:
+                    engine.withdraw(key)
 
-        for _ in range(5):
-            meet()
+        for i in range(WARM_UP):
+            meet(i)
         eventually(lambda: not engine.peers(), "all gone")
         before = look()
-        for _ in range(times):
-            meet()
+        for i in range(times):
+            meet(i)
         eventually(lambda: not engine.peers(), "all gone")
         assert engine.statistics().offers == 0
         after = look()
@@ -197,6 +210,13 @@ def meet_again_and_again(board: Board, backend: str, times: int) -> dict[str, An
 
 @both_backends
 def test_a_thousand_meetings_leave_nothing(backend: str) -> None:
-    found = run_ranks(1, meet_again_and_again, str(backend), 1000, timeout_s=110.0)[0]
-    for what, count in found["before"].items():
-        assert found["after"][what] <= count, (what, found)
+    arguments = (meet_again_and_again, str(backend), MEETINGS)
+    found = run_ranks(1, *arguments, timeout_s=110.0)[0]
+    print(f"{MEETINGS} meetings of whole engines (MOE_RUNTIME_MEETINGS): {found}")
+    grown = {what: found["after"][what] - count for what, count in found["before"].items()}
+    assert max(grown["fds"], grown["threads"], grown["shared"]) <= 0, found
+    # Names of the lost and the fenced are remembered; the allocator has its own mind. A single
+    # leaked object, page or mapping per meeting would be several times these.
+    assert grown["objects"] < MEETINGS, found
+    assert grown["maps"] < 32 + MEETINGS // 4, found
+    assert grown["resident"] < (16 << 20) + 2048 * MEETINGS, found

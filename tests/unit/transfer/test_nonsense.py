@@ -136,6 +136,8 @@ CALLS: dict[str, list[tuple[Callable[[Scene], Any], tuple[type[BaseException], .
              for o in ({"peer": None}, {"peer": 1}, {"peer": "x"}, {"target": None},
                        {"target": torch.zeros(8)}, {"source": None}, {"source": b"key"})]
     + [(lambda s, t=t: read(s, timeout_s=t), WRONG) for t in TIMEOUTS],
+    "in_place": [(lambda s, p=p: s.a.in_place(p, s.key), WRONG) for p in (None, 1, [])]
+    + [(lambda s, k=k: s.a.in_place(s.b.name, k), WRONG) for k in (None, b"key", 5)],
     "notify": [(lambda s, p=p: s.a.notify(s.b.name, p), WRONG) for p in (
         None, 5, "text", b"x" * ((16 << 20) + 1))]
     + [(lambda s, n=n: s.a.notify(n, b""), (*WRONG, PeerUnknown)) for n in (None, 1, "x")],
