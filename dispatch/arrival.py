@@ -121,12 +121,13 @@ class DispatchMessages:
         num_choices, num_rows = read_header(buffer, shared, source, num_experts)
         if not num_choices:
             return self._nothing
-        if num_choices > layout.choices_max or num_rows > layout.max_tokens:
+        nbytes = layout.dispatch_bytes(num_experts, num_choices, num_rows)
+        if num_choices > layout.choices_max or num_rows > layout.max_tokens or nbytes > len(buffer):
             raise MessageMismatch(
                 source=source,
-                name="choices and rows",
-                observed=(num_choices, num_rows),
-                expected=f"at most ({layout.choices_max}, {layout.max_tokens})",
+                name="choices, rows and bytes",
+                observed=(num_choices, num_rows, nbytes),
+                expected=f"at most ({layout.choices_max}, {layout.max_tokens}, {len(buffer)})",
             )
         numbers = np.ndarray((num_experts + num_choices,), np.uint32, buffer, HEADER_BYTES)
         counts[:] = numbers[:num_experts]

@@ -372,4 +372,9 @@ class Exchange:
             raise MessageMismatch(
                 source=source, name="choices and rows", observed=found, expected=(num_due, num_due)
             )
+        nbytes = HEADER_BYTES + num_due * returning.row_format.row_bytes
+        if nbytes > len(buffer):
+            raise MessageMismatch(
+                source=source, name="bytes", observed=nbytes, expected=f"at most {len(buffer)}"
+            )
         return returning.row_format.view(buffer, HEADER_BYTES, num_due)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from datetime import timedelta
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from configs.dispatch_options import CombineMode, CombineWire, DispatchWire
 from configs.schema import TransferBackend
 from dispatch import CollectiveDispatcher, ExpertMap
 from tests.support.dispatch_rank import LAYOUT, DispatchRank
@@ -49,7 +51,15 @@ def test_bits_equal_the_reference(world_size, backend):
     assert sum(routed for routed, _ in results) == sum(got for _, got in results) > 0, seed
 
 
-def check_backends_agree(board: Board, seed: int) -> None:
+OPTIONS = {
+    "exact": {},
+    "reduced": {"combine": CombineMode.REDUCED},
+    "fp8 and bf16": {"dispatch_wire": DispatchWire.FP8, "combine_wire": CombineWire.BF16},
+}
+
+
+def check_backends_agree(board: Board, change: dict[str, object], seed: int) -> None:
+    layout = dataclasses.replace(LAYOUT, microbatches=2, **change)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(board.directory / "store"), board.world_size),
@@ -58,15 +68,15 @@ def check_backends_agree(board: Board, seed: int) -> None:
         timeout=timedelta(seconds=30),
     )
     ranks = list(range(board.world_size))
-    expert_map = draw_map(LAYOUT, ranks, torch.Generator().manual_seed(seed))
-    collective = CollectiveDispatcher(layout=LAYOUT, expert_map=expert_map)
-    with DispatchRank(board) as mine:
+    expert_map = draw_map(layout, ranks, torch.Generator().manual_seed(seed))
+    collective = CollectiveDispatcher(layout=layout, expert_map=expert_map)
+    with DispatchRank(board, layout=layout, window_slack=9.0) as mine:
         mine.install(1, ranks, expert_map)
         for dispatcher in (collective, mine.dispatcher):
             dispatcher.begin_pass()
         generator = torch.Generator().manual_seed(seed + 1 + board.rank)
         for _ in range(3):
-            x, ids, weights = draw_tokens(LAYOUT, 7 + board.rank, generator)
+            x, ids, weights = draw_tokens(layout, 7 + board.rank, generator)
             rows, handles = [], []
             for dispatcher in (collective, mine.dispatcher):
                 arrived, handle = dispatcher.dispatch(x, ids, weights, layer=1)
@@ -81,13 +91,34 @@ def check_backends_agree(board: Board, seed: int) -> None:
                 )
             ]
             assert torch.equal(*outs)
+        check_two_in_flight(collective, mine.dispatcher, draw_tokens(layout, 9, generator))
         assert collective.statistics().sent_bytes == mine.dispatcher.statistics().sent_bytes > 0
         board.exchange("done", None)
     dist.destroy_process_group()
 
 
-def test_collective_and_transfer_agree_in_rows_bits_and_bytes():
-    run_ranks(3, check_backends_agree, random.randrange(1 << 32), timeout_s=60)
+@pytest.mark.parametrize("change", OPTIONS.values(), ids=OPTIONS.keys())
+def test_collective_and_transfer_agree_in_rows_bits_and_bytes(change):
+    run_ranks(3, check_backends_agree, change, random.randrange(1 << 32), timeout_s=60)
+
+
+def check_two_in_flight(collective, transfer, tokens) -> None:
+    """Both microbatches of both dispatchers at once: the second half of the tokens, the first."""
+    outs = []
+    for dispatcher in (collective, transfer):
+        sent = [
+            dispatcher.dispatch_send(
+                *(part[half] for part in tokens), layer=0, microbatch=microbatch
+            )
+            for microbatch, half in enumerate((slice(4, 9), slice(0, 4)))
+        ]
+        returning = []
+        for outgoing in sent:
+            arrived, handle = dispatcher.dispatch_recv(outgoing)
+            returning.append(dispatcher.combine_send(arrived.rows * 3, handle))
+        outs.append([dispatcher.combine_recv(each) for each in returning])
+    for first, second in zip(*outs, strict=True):
+        assert torch.equal(first, second)
 
 
 def check_idle_ranks_are_woken(board: Board) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,6 +157,29 @@ def test_a_choice_beyond_the_rows_is_refused_where_this_rank_adds_up(generator):
     )
     with pytest.raises(MessageMismatch, match="highest row"):
         second.receive(mine, {0: buffer, 2: empty})
+
+
+def test_a_message_that_claims_more_than_its_window_holds_is_refused(generator):
+    group = ExchangeGroup(BASE, ExpertMap.even(num_layers=2, num_logical=7, ranks=[0, 1]), [0, 1])
+    first, second = group.exchanges
+    tokens = draw_tokens(BASE, 9, generator, hot=second.experts[0][0], masked=0.0)
+    outgoing = first.send(*tokens, Stamp(1, 0, 0, 0))
+    buffer, empty = group._window(1, 0), group._window(0, 0)
+    nbytes = first.write_dispatch(outgoing, 1, buffer)
+    assert nbytes == first.dispatch_bytes(outgoing, 1)
+    mine = second.send(*(part[:0] for part in tokens), Stamp(1, 0, 0, 0))
+    with pytest.raises(MessageMismatch, match="bytes"):
+        second.receive(mine, {0: buffer[: nbytes - 1]})
+    rows, handle = second.receive(mine, {0: buffer})
+    second.write_dispatch(mine, 0, empty)
+    arrived, sent = first.receive(outgoing, {1: empty})
+    stamp = Stamp(1, 0, 0, 1)
+    back = np.zeros(BASE.combine_window_bytes(), np.uint8)
+    nbytes = second.write_combine(second.returning(rows.rows, handle, stamp), 0, back)
+    returning = first.returning(arrived.rows, sent, stamp)
+    with pytest.raises(MessageMismatch, match="bytes"):
+        first.finish(returning, {1: back[: nbytes - 1]})
+    assert first.finish(returning, {1: back[:nbytes]}).shape == (9, 200)
 
 
 def test_members_must_agree_on_the_options():
