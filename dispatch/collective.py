@@ -34,13 +34,22 @@ class Moving(NamedTuple):
     """Messages on their way; the tensors are the memory that the process group works on."""
 
     work: dist.Work
-    parts: dict[int, Bytes]
     source: torch.Tensor
     target: torch.Tensor
+    arrivals: list[int]  # member w has target[arrivals[w] : arrivals[w + 1]]
+
+
+def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
+    """Return where the group's backend takes its messages from: NCCL knows GPU memory only."""
+    if dist.get_backend(process_group) == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 class CollectiveDispatcher(Dispatcher):
-    """A `Dispatcher` on a process group with a CPU backend. Not thread-safe.
+    """A `Dispatcher` on a process group, gloo or NCCL. Not thread-safe.
+
+    Tensors are in host memory with either; NCCL's messages take a detour over the current GPU.
 
     Args:
         layout: Sizes.
@@ -64,6 +73,7 @@ class CollectiveDispatcher(Dispatcher):
     ) -> None:
         self._group = process_group
         self._size = dist.get_world_size(process_group)
+        self._device = device_of(process_group)
         members = list(ranks) if ranks is not None else list(range(self._size))
         assert members == sorted(members), "group ranks follow the order of the map's ranks"
         assert len(members) == self._size, "one rank of the map for each rank of the group"
@@ -168,24 +178,24 @@ class CollectiveDispatcher(Dispatcher):
 
     def _sizes(self, sizes: list[int], stamp: Stamp) -> list[int]:
         """Tell every rank the size of its message; return the sizes that are coming."""
-        incoming = torch.empty(self._size, dtype=torch.int64)
-        self._all_to_all(incoming, torch.tensor(sizes), None, None, stamp)
+        incoming = torch.empty(self._size, dtype=torch.int64, device=self._device)
+        self._all_to_all(incoming, torch.tensor(sizes, device=self._device), None, None, stamp)
         return list(map(int, incoming.tolist()))
 
     def _move(self, sizes: list[int], incoming: list[int], stamp: Stamp, write: Write) -> Moving:
         """Write all messages side by side and let them travel."""
         padded, arriving = [list(map(aligned, part)) for part in (sizes, incoming)]
         source = torch.empty(sum(padded), dtype=torch.uint8)
-        target = torch.empty(sum(arriving), dtype=torch.uint8)
+        target = torch.empty(sum(arriving), dtype=torch.uint8, device=self._device)
         begins, arrivals = [[0, *np.cumsum(part).tolist()] for part in (padded, arriving)]
-        buffer, received = source.numpy(), target.numpy()
+        buffer = source.numpy()
         for w in self._others:
             written = write(w, buffer[begins[w] : begins[w + 1]])
             assert written == sizes[w], "the size was told before the message was written"
             self._counters.sent_bytes += written
+        source = source.to(self._device)
         work = self._all_to_all(target, source, arriving, padded, stamp, wait=False)
-        parts = {w: received[arrivals[w] : arrivals[w + 1]] for w in self._others}
-        return Moving(work, parts, source, target)
+        return Moving(work, source, target, arrivals)
 
     def _moved(self, stamp: Stamp, timeout_s: float | None) -> dict[int, Bytes]:
         """Return the messages of a phase once they are here."""
@@ -195,9 +205,11 @@ class CollectiveDispatcher(Dispatcher):
                 moving.work.wait()
             else:
                 moving.work.wait(timedelta(seconds=timeout_s))
+            received = moving.target.cpu().numpy()
         except RuntimeError as error:
             raise self._failed(stamp, error) from error
-        return moving.parts
+        bounds = moving.arrivals
+        return {w: received[bounds[w] : bounds[w + 1]] for w in self._others}
 
     def _all_to_all(
         self,
