@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from dispatch.kernels.grouped_tiles import (
+    DIVISOR,
     FEW_ROWS,
     MANY_ROWS,
     MOST_ROWS,
@@ -87,12 +88,14 @@ def _grouped_gemm_kernel(
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gemm_tiles(num_rows: int, num_experts: int, kind: Architecture) -> GemmTiles:
-    """Choose sizes by the mean number of rows of an expert.
+def gemm_tiles(num_rows: int, num_experts: int, depth: int, kind: Architecture) -> GemmTiles:
+    """Choose sizes by the mean number of rows of an expert, and by K.
 
     With few rows the weights are all that is read, and many narrow programs read them fastest;
     with many the tiles are as large as registers and shared memory allow.
     """
+    if depth % DIVISOR:
+        return GemmTiles(block_m=64, block_n=64, block_k=64, num_warps=8, num_stages=2)
     mean = cdiv(num_rows, max(1, num_experts))
     if kind is Architecture.CDNA:
         block_m = 16 if mean <= FEW_ROWS else 64 if mean <= MANY_ROWS else 128
@@ -143,7 +146,7 @@ def grouped_gemm(
     check_operand("out", out, due, (rows.dtype, torch.float32), device=rows.device)
     if not runs_kernel(rows.device):
         return grouped_gemm_torch(rows, weights, bounds, out=out)
-    tiles = tiles or gemm_tiles(num_rows, num_experts, architecture(rows.device))
+    tiles = tiles or gemm_tiles(num_rows, num_experts, depth, architecture(rows.device))
     launch(
         _grouped_gemm_kernel,
         (tiles.num_programs(num_rows, num_experts, num_columns),),

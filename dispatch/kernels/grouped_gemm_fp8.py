@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 
 from dispatch.kernels.grouped_tiles import (
+    DIVISOR,
     FEW_ROWS,
     FP8_BLOCK,
     MANY_ROWS,
@@ -99,8 +100,10 @@ def _grouped_gemm_fp8_kernel(
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gemm_fp8_tiles(num_rows: int, num_experts: int, kind: Architecture) -> GemmTiles:
-    """Choose sizes by the mean number of rows of an expert (see `gemm_tiles`)."""
+def gemm_fp8_tiles(num_rows: int, num_experts: int, depth: int, kind: Architecture) -> GemmTiles:
+    """Choose sizes by the mean number of rows of an expert, and by K (see `gemm_tiles`)."""
+    if depth % DIVISOR:
+        return GemmTiles(block_m=32, block_n=64, block_k=128, num_warps=8, num_stages=2)
     mean = cdiv(num_rows, max(1, num_experts))
     if kind is Architecture.CDNA:
         block_m = 16 if mean <= FEW_ROWS else 64
@@ -154,7 +157,7 @@ def grouped_gemm_fp8(
         return grouped_gemm_fp8_torch(
             rows, row_scales, weights, weight_scales, bounds, out_dtype=out_dtype
         )
-    tiles = tiles or gemm_fp8_tiles(num_rows, num_experts, architecture(device))
+    tiles = tiles or gemm_fp8_tiles(num_rows, num_experts, depth, architecture(device))
     check_range("block_k", tiles.block_k, FP8_BLOCK, FP8_BLOCK)
     check_range("128 % block_n", FP8_BLOCK % tiles.block_n, 0, 0)
     out = rows.new_empty((num_rows, num_columns), dtype=out_dtype)

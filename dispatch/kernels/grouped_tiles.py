@@ -30,6 +30,7 @@ from dispatch.kernels.operands import IDS, check_operand, runs_kernel
 
 FP8_BLOCK = 128  # elements with one scale
 FEW_ROWS, MANY_ROWS, MOST_ROWS = 16, 128, 512  # of an expert, on average
+DIVISOR = 16  # what Triton looks for in K: else elements are loaded one by one, in more registers
 
 
 class Architecture(StrEnum):

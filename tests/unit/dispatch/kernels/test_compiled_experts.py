@@ -1,7 +1,8 @@
 """What runs on expert rows, as machine code for four GPUs, within its budget and without a spill.
 
 The launches have the tile sizes, depths and alignments of real ones: hidden 7168, top-8, and 8, 64,
-256 or 600 rows for an expert. Experts are few and narrow, for these are only counted at run time.
+256 or 600 rows for an expert; odd is one column more than Triton can load in vectors. Experts are
+few and narrow, for these are only counted at run time.
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ BUDGETS = {
         "sm_100": (208, 196640),
         "gfx942": (128, 32768),
     },
+    "gemm odd": {
+        "sm_80": (224, 16384),
+        "sm_90": (216, 16384),
+        "sm_100": (216, 32800),
+        "gfx942": (112, 8192),
+    },
+    "fp8 odd": {"sm_90": (224, 8192), "sm_100": (224, 8192), "gfx942": (224, 8192)},
     "fp8 few": {"sm_90": (80, 30720), "sm_100": (80, 30720), "gfx942": (128, 18432)},
     "fp8 some": {"sm_90": (216, 98304), "sm_100": (192, 98336), "gfx942": (168, 24576)},
     "fp8 many": {"sm_90": (216, 131072), "sm_100": (192, 131104), "gfx942": (168, 24576)},
@@ -71,16 +79,17 @@ TENSOR_CORES = {
 CASES = [(case, target) for case, costs in BUDGETS.items() for target in costs]
 
 
-def gemm(mean: int) -> Callable[[], object]:
-    rows = torch.zeros(E * mean, H, dtype=torch.bfloat16)
-    weights = torch.zeros(E, N, H, dtype=torch.bfloat16)
+def gemm(mean: int, depth: int = H) -> Callable[[], object]:
+    rows = torch.zeros(E * mean, depth, dtype=torch.bfloat16)
+    weights = torch.zeros(E, N, depth, dtype=torch.bfloat16)
     bounds = torch.arange(E + 1) * mean
     return lambda: grouped_gemm.grouped_gemm(rows, weights, bounds)
 
 
-def fp8(mean: int) -> Callable[[], object]:
-    rows, weights = torch.zeros(E * mean, H).to(E4M3), torch.zeros(E, N, H).to(E4M3)
-    row_scales, weight_scales = torch.zeros(E * mean, H // 128), torch.zeros(E, 2, H // 128)
+def fp8(mean: int, depth: int = H) -> Callable[[], object]:
+    rows, weights = torch.zeros(E * mean, depth).to(E4M3), torch.zeros(E, N, depth).to(E4M3)
+    blocks = -(-depth // 128)
+    row_scales, weight_scales = torch.zeros(E * mean, blocks), torch.zeros(E, 2, blocks)
     bounds = torch.arange(E + 1) * mean
     return lambda: grouped_gemm_fp8.grouped_gemm_fp8(
         rows, row_scales, weights, weight_scales, bounds
@@ -108,6 +117,8 @@ def launch_of(case: str, target: str, monkeypatch: pytest.MonkeyPatch) -> Launch
         "gemm some": (gemm(SOME), grouped_gemm),
         "gemm many": (gemm(MANY), grouped_gemm),
         "gemm most": (gemm(MOST), grouped_gemm),
+        "gemm odd": (gemm(MOST, H + 1), grouped_gemm),
+        "fp8 odd": (fp8(MOST, H + 1), grouped_gemm_fp8),
         "fp8 few": (fp8(FEW), grouped_gemm_fp8),
         "fp8 some": (fp8(SOME), grouped_gemm_fp8),
         "fp8 many": (fp8(MANY), grouped_gemm_fp8),

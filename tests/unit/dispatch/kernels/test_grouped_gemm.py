@@ -125,12 +125,12 @@ def test_there_are_programs_for_every_split_of_the_rows(seed) -> None:
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     for kind in Architecture:
-        sizes = [
-            gemm_tiles(rows, 64, kind) for rows in (0, 8, 64 * 16, 64 * 17, 64 * 200, 64 * 900)
-        ]
+        rows = (0, 8, 64 * 16, 64 * 17, 64 * 200, 64 * 900)
+        sizes = [gemm_tiles(number, 64, 7168, kind) for number in rows]
         assert [tiles.block_m for tiles in sizes] == [16, 16, 16, 64, 128, 128]
         assert (sizes[-1].block_n == 256) == (kind is Architecture.HOPPER)
-        assert gemm_tiles(0, 0, kind).block_m == 16
+        assert gemm_tiles(0, 0, 7168, kind).block_m == 16
+        assert gemm_tiles(64 * 900, 64, 7169, kind).block_n == 64
 
 
 @pytest.mark.parametrize(
