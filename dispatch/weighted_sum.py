@@ -52,6 +52,7 @@ class WeightedSum:
         self._dtype, self._num_sums, self._width = dtype, num_sums, width
         self._row_bytes = self._hidden * dtype.itemsize
         self._addresses = None
+        self._kept.clear()
         if native.compiled is not None and dtype in COMPILED:
             self._addresses = np.zeros(num_sums * width, np.int64)
             return
