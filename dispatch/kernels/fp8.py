@@ -130,7 +130,7 @@ def quantise(
     check_operand("x", x, (None, None), FLOATS)
     num_rows, hidden = x.shape
     check_range("hidden", hidden, 1, 2**31 - 1)
-    if not runs_kernel(x.device):
+    if not runs_kernel(x.device, converts_fp8=True):
         return quantise_torch(x, scale_format)
     rows = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     groups = num_groups(hidden)
@@ -198,7 +198,7 @@ def dequantise(
     formats = tuple(scale_format.dtype for scale_format in ScaleFormat)
     check_operand("scales", scales, (num_rows, groups), formats, device=rows.device)
     check_member("dtype", dtype, FLOATS)
-    if not runs_kernel(rows.device):
+    if not runs_kernel(rows.device, converts_fp8=True):
         return dequantise_torch(rows, scales, dtype)
     out = torch.empty_like(rows, dtype=dtype)
     launch(

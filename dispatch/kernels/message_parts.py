@@ -91,9 +91,10 @@ def write_head(
     experts = tl.load(slot_bounds_ptr + member + 1) - slot
     choices = tl.load(choice_bounds_ptr + member + 1) - tl.load(choice_bounds_ptr + member)
     rows = tl.load(row_bounds_ptr + member + 1) - tl.load(row_bounds_ptr + member)
-    size = 64 + round_up(4 * (experts.to(tl.int64) + choices)) + rows * row_bytes
+    many = rows.to(tl.int64)
+    size = 64 + round_up(4 * (experts.to(tl.int64) + choices)) + many * row_bytes
     if scale_bytes > 0:
-        size = round_up(size) + rows * scale_bytes
+        size = round_up(size) + many * scale_bytes
     tl.store(num_bytes_ptr + member, tl.where(offset >= 0, size, 0))
     if offset >= 0:
         word = tl.arange(0, 16)

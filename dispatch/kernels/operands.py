@@ -18,6 +18,7 @@ from dispatch.kernels.language import tl
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 IDS = (torch.int64, torch.int32)
+FP8_CAPABILITY = (8, 9)  # of a CUDA device
 
 _kernels_on_cpu: ContextVar[bool] = ContextVar("kernels_on_cpu", default=False)
 
@@ -32,12 +33,16 @@ def kernels_on_cpu() -> Iterator[None]:
         _kernels_on_cpu.reset(token)
 
 
-def runs_kernel(device: torch.device) -> bool:
+def runs_kernel(device: torch.device, *, converts_fp8: bool = False) -> bool:
     """Return whether tensors of this device are given to the kernel, not to the reference.
+
+    Args:
+        device: Of the operation's tensors.
+        converts_fp8: Whether the kernel converts to e4m3 or back.
 
     Raises:
         KernelsUnavailable: They should be, but Triton is not installed; or the device is neither
-            a CPU nor one that Triton compiles for.
+            a CPU nor one that Triton compiles such a kernel for.
     """
     if device.type == "cpu" and not _kernels_on_cpu.get():
         return False
@@ -45,6 +50,11 @@ def runs_kernel(device: torch.device) -> bool:
         raise KernelsUnavailable(operation="kernel", reason=f"no kernels for {device.type}")
     if tl is None:
         raise KernelsUnavailable(operation="kernel", reason="Triton is not installed")
+    if converts_fp8 and device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FP8_CAPABILITY:
+            reason = f"compute capability {capability} cannot convert to e4m3"
+            raise KernelsUnavailable(operation="fp8 kernel", reason=reason)
     return True
 
 

@@ -139,7 +139,7 @@ def pack(
     launch(
         _pack_kernel,
         (num_tokens + slots.num_members, cdiv(row_words, BLOCK) if num_tokens else 1),
-        x.view(torch.uint8).view(word),
+        x.detach().view(torch.uint8).view(word),
         messages.view(torch.int32),
         messages.view(word),
         num_bytes,
@@ -176,7 +176,7 @@ def pack_torch(
 ) -> torch.Tensor:
     """See `pack`."""
     row_bytes = x.shape[1] * x.itemsize
-    rows = x.view(torch.uint8)
+    rows = x.detach().view(torch.uint8)
     num_bytes = torch.zeros_like(offsets)
     for member, offset in enumerate(offsets.tolist()):
         if offset < 0:

@@ -126,7 +126,7 @@ def pack_fp8(
     check_operand("x", x, (len(routed.places), None), FLOATS)
     check_range("hidden", x.shape[1], 1, 2**31 - 1)
     check_messages(routed, slots, header, messages, offsets, x.device)
-    if not runs_kernel(x.device):
+    if not runs_kernel(x.device, converts_fp8=True):
         return pack_fp8_torch(
             x,
             routed,

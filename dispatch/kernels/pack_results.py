@@ -121,7 +121,7 @@ def pack_results(
     launch(
         _pack_results_kernel,
         (capacity + num_sources, cdiv(row_words, BLOCK)),
-        results.view(torch.uint8).view(word),
+        results.detach().view(torch.uint8).view(word),
         messages.view(torch.int32),
         messages.view(word),
         num_bytes,
@@ -151,7 +151,7 @@ def pack_results_torch(
 ) -> torch.Tensor:
     """See `pack_results`."""
     row_bytes = results.shape[1] * results.itemsize
-    rows = results.view(torch.uint8)
+    rows = results.detach().view(torch.uint8)
     num_bytes = torch.zeros_like(offsets)
     bounds = arranged.source_bounds.tolist()
     for source, offset in enumerate(offsets.tolist()):

@@ -218,7 +218,7 @@ def _start(topk_ids: torch.Tensor, slots: ExpertSlots, out: Routed) -> None:
     choice_slots, firsts = scratch(num_choices), scratch(num_choices, dtype=torch.int8)
     run_counts, run_rows = scratch(num_runs, num_slots + 3), scratch(num_runs, num_members)
     bounds, row_counts = scratch(num_slots + 4), scratch(num_members)
-    blocks = {"K": topk, "BLOCK": block, "BLOCK_J": min(block, 16)}
+    blocks = {"K": topk, "BLOCK": block, "BLOCK_J": min(block, 8)}
     launch(
         _count_kernel,
         (num_runs,),
@@ -239,6 +239,7 @@ def _start(topk_ids: torch.Tensor, slots: ExpertSlots, out: Routed) -> None:
         **blocks,
         BLOCK_S=power_of_two(num_slots + 4),
         BLOCK_W=power_of_two(num_members + 1),
+        num_warps=2,  # a histogram needs an element for each thread, also of AMD's wide warps
     )
     launch(
         _scan_kernel,

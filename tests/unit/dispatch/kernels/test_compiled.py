@@ -1,6 +1,6 @@
 """Every kernel as machine code for four GPUs, within its budget and without a spill.
 
-The launches are those of real sizes: hidden 7168, 256 experts, top-8, bf16.
+The launches are those of real sizes: hidden 7168, 256 experts, top-8, bf16; and of odd ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from dispatch.kernels.routed import ExpertSlots
 from dispatch.routing import LayerRoute
 from tests.support.compiled_kernels import TARGETS, Launch, compiled, recorded
 
-T, E, K, H, W = 128, 256, 8, 7168, 8
+REAL = (128, 256, 8, 7168, 8)  # tokens, experts, choices of a token, hidden, members
+ODD = ((1, 1, 1, 1, 1), (3, 7, 3, 33, 2), (1, 512, 200, 2880, 64))
 
 # Kernel: registers of a thread, bytes of shared memory of a program; the most of all targets.
 BUDGETS = {
@@ -37,7 +38,7 @@ BUDGETS = {
     "_quantise_kernel": (56, 64),
     "_pack_fp8_kernel": (56, 64),
     "_pack_kernel": (40, 0),
-    "_place_kernel": (112, 512),
+    "_place_kernel": (72, 512),
     "_scan_kernel": (72, 8192),
     "_locate_results_kernel": (40, 64),
     "_pack_results_kernel": (40, 64),
@@ -54,7 +55,10 @@ FP8_KERNELS = {"_quantise_kernel", "_dequantise_kernel", "_pack_fp8_kernel"}
 MOVERS = {"_pack_kernel", "_pack_fp8_kernel", "_pack_results_kernel", "_unpack_kernel"}
 
 
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def launches(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int, int, int] = REAL
+) -> list[Launch]:
+    T, E, K, H, W = sizes
     logits = torch.zeros(T, E)
     known = LayerRoute(ExpertMap.even(num_layers=1, num_logical=E, ranks=range(W)), range(W), 0, 0)
     slots = ExpertSlots.of(known, E, torch.device("cpu"))
@@ -62,27 +66,33 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     routed = route.route_torch(ids, slots)
     x = torch.zeros(T, H, dtype=torch.bfloat16)
     narrow = fp8.quantise_torch(x)
+    room = (T * K + 32) // 32 * 32  # rows of a window, their bytes a multiple of 64
     messages = {
         "header": torch.zeros(64, dtype=torch.uint8),
-        "messages": torch.zeros(W * (T * K + 1) * 2 * H, dtype=torch.uint8),
+        "messages": torch.zeros(W * room * 2 * H, dtype=torch.uint8),
         "offsets": torch.zeros(W, dtype=torch.int64),
     }
     arrivals = messages["messages"], torch.full((W,), -1)
     facts = {
         "header": messages["header"],
         "ranks": torch.zeros(W, dtype=torch.int32),
-        "num_experts": E // W,
+        "num_experts": -(-E // W),
         "window_bytes": 1 << 24,
         "row_bytes": 2 * H,
-        "scale_bytes": H // 32,
+        "scale_bytes": 4 * -(-H // 128),
         "alignment": 128,
         "capacity": W * T * K,
     }
     arranged = arrange.arrange_torch(*arrivals, **facts)
     results = torch.zeros(W * T * K, H, dtype=torch.bfloat16)
     returned = {"header": facts["header"], "ranks": facts["ranks"], "row_bytes": 2 * H}
-    returned["window_rows"] = T * K + 1
-    groups = {"bias": torch.zeros(E), "num_groups": 8, "topk_groups": 4}
+    returned["window_rows"] = room
+    divides = E % 8 == 0
+    groups = {
+        "bias": torch.zeros(E),
+        "num_groups": 8 if divides else 1,
+        "topk_groups": 4 if divides else 1,
+    }
     return [
         *recorded(monkeypatch, lambda: softmax_topk.softmax_topk(logits, K), softmax_topk),
         *recorded(monkeypatch, lambda: topk_softmax.topk_softmax(logits, K), topk_softmax),
@@ -131,6 +141,14 @@ def test_kernels_compile_within_their_budgets(target, monkeypatch, tmp_path) -> 
         if cost.registers > registers or cost.shared_bytes > shared_bytes or cost.spilled_bytes:
             over.append((launch.name, cost))
     assert over == []
+
+
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize("sizes", ODD)
+def test_odd_sizes_compile_too(sizes, monkeypatch, tmp_path) -> None:
+    """Ones become constants and nothing is divisible: other code than that of real sizes."""
+    for launch in launches(monkeypatch, sizes):
+        assert compiled(launch, "sm_90", tmp_path).spilled_bytes == 0, launch.name
 
 
 @pytest.mark.usefixtures("compiler_cache")
