@@ -13,7 +13,7 @@ from transfer.errors import HandshakeRefused, PeerUnreachable, ProtocolViolation
 from transfer.event_loop import WRITABLE
 from transfer.handshake import AcceptorHandshake, Facts, Handshake, Purpose
 from transfer.tls import explain
-from transfer.tls_socket import TlsSocket
+from transfer.tls_socket import TlsSocket, unsent
 
 HANG_UP: Final = "closed by the other side during the handshake (another cluster secret?)"
 
@@ -87,7 +87,7 @@ class Negotiation:
 
     def send(self, data: bytes) -> None:
         """Send a message of the handshake: far smaller than an empty socket's buffer."""
-        if data and self.sock.send(data) != len(data):
+        if data and (self.sock.send(data) != len(data) or unsent(self.sock)):
             raise ConnectionError(errno.ENOBUFS, "a handshake message did not fit")
 
     def _check_connected(self) -> None:
