@@ -4,8 +4,9 @@
     python -m benchmarks.bench_dispatch --ranks 2 --tokens 128 --rounds 5
 
 2 and 4 processes; 1 to 1024 tokens a rank, hidden 2048, top-8 of 64 experts, bf16; experts return
-what they get. The time of an exchange is that of the slowest rank. Contestants take turns, round
-by round, with fresh tokens in each; a ratio is taken within a round, its median counts.
+what they get. The time of an exchange is that of the slowest rank, its processor time that of all
+ranks and all their threads. Contestants take turns, round by round, with fresh tokens in each; a
+ratio is taken within a round, its median counts.
 
     shared_memory, tcp   the transfer dispatcher
     gloo                 the same messages by `CollectiveDispatcher` on gloo's all_to_all_single
@@ -85,6 +86,7 @@ def measure_case(
 ) -> None:
     """All contestants in turns on one number of tokens."""
     times: dict[str, list[float]] = {}
+    used: dict[str, list[float]] = {}
     bytes_of: dict[str, list[int]] = {}
     request: dict[str, object] = {"tokens": num_tokens, "seed": 1}
     running = {}
@@ -99,11 +101,13 @@ def measure_case(
             with reported(name):
                 found = groups[CONTESTANTS[name]].ask({**asked, "iterations": running[name]})
                 times.setdefault(name, []).append(max(f["seconds"] for f in found) * 1e6)
+                used.setdefault(name, []).append(sum(f["cpu_seconds"] for f in found) * 1e6)
                 bytes_of.setdefault(name, []).append(sum(int(f["sent_bytes"]) for f in found))
     case = {"ranks": num_ranks, "tokens": num_tokens}
     for name, samples in times.items():
         sent = statistics.median(bytes_of[name])
         recorder.add("dispatch + combine", "us", samples, contestant=name, **case, sent_bytes=sent)
+        recorder.add("processor time, all ranks", "us", used[name], contestant=name, **case)
     for name in ("shared_memory", "tcp"):
         for other in ("gloo", "gloo bytes", "deepspeed"):
             pairs = list(zip(times.get(name, []), times.get(other, []), strict=False))
@@ -197,12 +201,12 @@ class Pair:
 
 
 def timed(call: Callable[[], object], seconds: float) -> float:
-    """Mean microseconds of a call over about so many seconds."""
-    count, start = 0, time.perf_counter()
-    while (passed := time.perf_counter() - start) < seconds:
+    """Mean processor time of a call in microseconds, over about so many seconds."""
+    count, start = 0, time.thread_time()
+    while (used := time.thread_time() - start) < seconds:
         call()
         count += 1
-    return passed / count * 1e6
+    return used / count * 1e6
 
 
 def measure_processor(recorder: Recorder, rounds: int) -> None:

@@ -4,7 +4,7 @@
 
     <- {"ready": true}
     -> {"tokens": 128, "contestant": "tcp", "seed": 7, "iterations": 50}
-    <- {"seconds": 0.0123, "sent_bytes": 345678}            or {"error": "..."}
+    <- {"seconds": 0.0012, "cpu_seconds": 0.0009, "sent_bytes": 345678}     or {"error": "..."}
 
 Every rank gets every line. A line without "iterations" prepares a case and answers {}. Experts
 return what they get: what is timed is the way there and back.
@@ -214,12 +214,13 @@ def answer(side: Side, request: dict[str, Any]) -> dict[str, Any]:
         run()
     before = side.sent_bytes()
     dist.barrier()
-    start = time.perf_counter()
+    used, start = time.process_time(), time.perf_counter()
     for _ in range(request["iterations"]):
         run()
-    seconds = (time.perf_counter() - start) / request["iterations"]
+    seconds, used = time.perf_counter() - start, time.process_time() - used
     return {
-        "seconds": seconds,
+        "seconds": seconds / request["iterations"],
+        "cpu_seconds": used / request["iterations"],
         "sent_bytes": (side.sent_bytes() - before) // request["iterations"],
     }
 
