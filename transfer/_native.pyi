@@ -51,9 +51,20 @@ class Lane:
         lengths: Ints,
         /,
     ) -> bool: ...
-    def post_one(
-        self, item: object, header: bytes, writes: bool, address: int, offset: int, nbytes: int, /
+    def post_message(
+        self,
+        item: object,
+        kind: int,
+        immediate: int | None,
+        transfer_id: int,
+        oldest: int,
+        token: bytes,
+        address: int,
+        offset: int,
+        nbytes: int,
+        /,
     ) -> bool: ...
+    def push(self) -> bool: ...
     def close(self) -> list[object]: ...
     def abandon(self) -> None: ...
     def fileno(self) -> int: ...

@@ -57,10 +57,16 @@ class Storm:
             self.posted += 1
             ident, nbytes = self.posted, 1 << self.rng.randrange(18)
             kind = self.rng.choice([RequestKind.WRITE, RequestKind.READ])
-            head = header(kind, num_pieces=1, nbytes=nbytes, transfer_id=ident,
-                          oldest=max(ident - 1000, 1))  # fmt: skip
-            writes = kind is RequestKind.WRITE
-            assert self._post(self.lane, ident, head, nbytes, writes=writes)
+            oldest, writes = max(ident - 1000, 1), kind is RequestKind.WRITE
+            if self.rng.random() < 0.5:
+                place = (self.source if writes else self.back).ctypes.data
+                assert self.lane.post_message(
+                    ident, kind.value, None, ident, oldest, TOKEN, place, 0, nbytes
+                )
+                self.lane.push()
+            else:
+                head = header(kind, num_pieces=1, nbytes=nbytes, transfer_id=ident, oldest=oldest)
+                assert self._post(self.lane, ident, head, nbytes, writes=writes)
             if self.lane.in_flight > 64:
                 time.sleep(0.001)
 
