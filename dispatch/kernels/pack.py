@@ -30,6 +30,7 @@ from dispatch.kernels.routed import ExpertSlots, Routed
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # a row is a run of the widest
 BLOCK = 512  # words that a program moves
+PROGRAMS = 8192  # that share rows whose number only the device knows
 
 
 @jit
@@ -97,6 +98,11 @@ def word_type(row_bytes: int, *addresses: int) -> torch.dtype:
         for word in WORDS
         if not any(number % word.itemsize for number in (row_bytes, *addresses))
     )
+
+
+def row_programs(parts: int) -> int:
+    """Return how many programs share the rows, each of `parts` parts."""
+    return max(1, PROGRAMS // parts)
 
 
 def pack(

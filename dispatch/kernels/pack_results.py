@@ -21,7 +21,7 @@ from dispatch.kernels.arranged import Arranged
 from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
 from dispatch.kernels.message_parts import EXPERTS_WORD, check_buffer
 from dispatch.kernels.operands import FLOATS, check_operand, check_range, runs_kernel
-from dispatch.kernels.pack import BLOCK, word_type
+from dispatch.kernels.pack import BLOCK, row_programs, word_type
 from dispatch.layout import HEADER_BYTES
 
 
@@ -35,7 +35,7 @@ def _pack_results_kernel(
     offsets_ptr: tl.tensor,
     places_ptr: tl.tensor,
     source_bounds_ptr: tl.tensor,
-    capacity: tl.tensor,
+    num_programs: tl.tensor,
     num_sources: tl.tensor,
     row_words: tl.tensor,
     WORD_BYTES: tl.constexpr,
@@ -43,27 +43,27 @@ def _pack_results_kernel(
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    arrival = tl.program_id(0)
+    program = tl.program_id(0)
     part = tl.program_id(1)
-    if arrival < capacity:
-        if arrival < tl.load(source_bounds_ptr + num_sources):
-            lane = tl.arange(0, BLOCK_W)
-            ends = tl.load(source_bounds_ptr + 1 + lane, mask=lane < num_sources, other=2147483647)
+    if program < num_programs:
+        lane = tl.arange(0, BLOCK_W)
+        ends = tl.load(source_bounds_ptr + 1 + lane, mask=lane < num_sources, other=2147483647)
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        inside = column < row_words
+        arrived = tl.load(source_bounds_ptr + num_sources)
+        for arrival in range(program, arrived, num_programs):
             source = tl.sum((ends <= arrival).to(tl.int32), 0)
             offset = tl.load(offsets_ptr + source)
-            if offset >= 0:
-                column = part * BLOCK + tl.arange(0, BLOCK)
-                inside = column < row_words
-                place = tl.load(places_ptr + arrival).to(tl.int64)
-                begin = place * row_words
-                if UNIT == 2:
-                    begin = tl.multiple_of(begin, 2)
-                row = tl.load(results_ptr + begin + column, mask=inside)
-                index = (arrival - tl.load(source_bounds_ptr + source)).to(tl.int64)
-                target = ((offset + 64) // WORD_BYTES + index * row_words) // UNIT * UNIT
-                tl.store(messages_ptr + target + column, row, mask=inside)
+            place = tl.load(places_ptr + arrival).to(tl.int64)
+            begin = place * row_words
+            if UNIT == 2:
+                begin = tl.multiple_of(begin, 2)
+            row = tl.load(results_ptr + begin + column, mask=inside & (offset >= 0))
+            index = tl.zeros((), tl.int64) + arrival - tl.load(source_bounds_ptr + source)
+            target = ((offset + 64) // WORD_BYTES + index * row_words) // UNIT * UNIT
+            tl.store(messages_ptr + target + column, row, mask=inside & (offset >= 0))
     elif part == 0:
-        source = arrival - capacity
+        source = program - num_programs
         rows = tl.load(source_bounds_ptr + source + 1) - tl.load(source_bounds_ptr + source)
         offset = tl.load(offsets_ptr + source)
         size = 64 + rows.to(tl.int64) * row_words * WORD_BYTES
@@ -118,9 +118,11 @@ def pack_results(
     word = word_type(row_bytes, results.data_ptr())
     row_words = row_bytes // word.itemsize
     num_bytes = torch.empty_like(offsets)
+    parts = cdiv(row_words, BLOCK)
+    num_programs = min(capacity, row_programs(parts))
     launch(
         _pack_results_kernel,
-        (capacity + num_sources, cdiv(row_words, BLOCK)),
+        (num_programs + num_sources, parts),
         results.detach().view(torch.uint8).view(word),
         messages.view(torch.int32),
         messages.view(word),
@@ -129,7 +131,7 @@ def pack_results(
         offsets,
         arranged.places,
         arranged.source_bounds,
-        capacity,
+        num_programs,
         num_sources,
         row_words,
         device=device,

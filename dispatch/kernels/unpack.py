@@ -7,7 +7,7 @@ Legend: W sources, E_l experts of this rank, R rows of room, H hidden, G groups 
     rows          a0  a1  a3   0  b2   0         padding rows are zeros
 
 Rows are moved as words of up to 8 bytes, not a bit changes. Nothing is written from `bounds[E_l]`
-on: the room is for the worst case, the work is for what came.
+on: the room is for the worst case, the work is for what came, shared by a few thousand programs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dispatch.kernels.fp8 import ScaleFormat, num_groups
 from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
 from dispatch.kernels.message_parts import check_buffer
 from dispatch.kernels.operands import FLOATS, check_member, check_operand, check_range, runs_kernel
-from dispatch.kernels.pack import BLOCK, word_type
+from dispatch.kernels.pack import BLOCK, row_programs, word_type
 
 DTYPES = (*FLOATS, torch.float8_e4m3fn)
 ROWS_OF_SCALES = 32  # of one program
@@ -50,14 +50,14 @@ def _unpack_kernel(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    if row < tl.load(bounds_ptr + num_experts):
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        offset = tl.load(row_offsets_ptr + row)
-        inside = column < row_words
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < row_words
+    used = tl.load(bounds_ptr + num_experts)
+    for number in range(tl.program_id(0), used, tl.num_programs(0)):
+        offset = tl.load(row_offsets_ptr + number)
         source = tl.maximum(offset, 0) // (WORD_BYTES * UNIT) * UNIT
         words = tl.load(messages_ptr + source + column, mask=inside & (offset >= 0), other=0)
-        target = row * row_words
+        target = (tl.zeros((), tl.int64) + number) * row_words
         if UNIT == 2:
             target = tl.multiple_of(target, 2)
         tl.store(rows_ptr + target + column, words, mask=inside)
@@ -78,15 +78,16 @@ def _unpack_scales_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     group = (tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)).to(tl.int64)[None, :]
-    inside = row < tl.load(bounds_ptr + num_experts)
-    offset = tl.load(scale_offsets_ptr + row, mask=inside, other=-1)[:, None]
-    inside = inside[:, None] & (group < groups)
-    source = tl.maximum(offset, 0) // SCALE_BYTES + group
-    scale = tl.load(messages_ptr + source, mask=inside & (offset >= 0), other=PADDING)
-    target = row[:, None] * row_stride + group * group_stride
-    tl.store(scales_ptr + target, scale, mask=inside)
+    used = tl.load(bounds_ptr + num_experts)
+    for block in range(tl.program_id(0), (used + BLOCK_R - 1) // BLOCK_R, tl.num_programs(0)):
+        row = (tl.zeros((), tl.int64) + block) * BLOCK_R + tl.arange(0, BLOCK_R)
+        offset = tl.load(scale_offsets_ptr + row, mask=row < used, other=-1)[:, None]
+        inside = (row < used)[:, None] & (group < groups)
+        source = tl.maximum(offset, 0) // SCALE_BYTES + group
+        scale = tl.load(messages_ptr + source, mask=inside & (offset >= 0), other=PADDING)
+        target = row[:, None] * row_stride + group * group_stride
+        tl.store(scales_ptr + target, scale, mask=inside)
 
 
 def unpack(
@@ -119,9 +120,10 @@ def unpack(
     row_bytes = hidden * dtype.itemsize
     word = word_type(row_bytes)
     row_words = row_bytes // word.itemsize
+    parts = cdiv(row_words, BLOCK)
     launch(
         _unpack_kernel,
-        (capacity, cdiv(row_words, BLOCK)),
+        (min(capacity, row_programs(parts)), parts),
         messages.view(word),
         arranged.row_offsets,
         arranged.bounds,
@@ -186,9 +188,10 @@ def unpack_scales(
     (capacity, groups), dtype = scales.shape, scale_format.dtype
     bits = torch.int32 if scale_format is ScaleFormat.FP32 else torch.uint8
     block_g = min(power_of_two(groups), 64)
+    parts = cdiv(groups, block_g)
     launch(
         _unpack_scales_kernel,
-        (cdiv(capacity, ROWS_OF_SCALES), cdiv(groups, block_g)),
+        (min(cdiv(capacity, ROWS_OF_SCALES), row_programs(parts)), parts),
         messages.view(bits),
         arranged.scale_offsets,
         arranged.bounds,

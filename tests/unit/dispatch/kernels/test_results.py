@@ -77,6 +77,11 @@ def test_each_source_gets_its_rows_in_its_order(interpreted, seed, shares, hidde
             assert torch.equal(messages, expected)
 
 
+def test_few_programs_share_many_rows(interpreted, seed, monkeypatch) -> None:
+    monkeypatch.setattr("dispatch.kernels.pack.PROGRAMS", 3)
+    test_each_source_gets_its_rows_in_its_order(None, seed, [4, 0, 9], 1026, torch.bfloat16)
+
+
 def test_the_example_of_locating(interpreted) -> None:
     slots, _ = layer({0: [0, 1], 1: [2, 3]}, 4)
     routed = route_torch(torch.tensor([[0, 2], [2, 3], [-1, 0]]), slots)

@@ -142,6 +142,23 @@ def test_fp8_rows_and_their_scales_stay_together(
                 assert torch.equal(scales[row], factors[at[1]])
 
 
+def test_few_programs_share_many_rows(interpreted, seed, monkeypatch) -> None:
+    monkeypatch.setattr("dispatch.kernels.pack.PROGRAMS", 3)
+    monkeypatch.setattr("dispatch.kernels.unpack.ROWS_OF_SCALES", 4)
+    slots, _ = layer(spread(3, 1), 3)
+    x, ids = torch.randn(11, 300), torch.randint(0, 3, (11, 2))
+    messages, begins = exchange([x], [ids], slots, 0, scale_format=ScaleFormat.FP32)
+    arranged = arrange_torch(
+        messages, begins, header=header_of(300), ranks=torch.zeros(1, dtype=torch.int32),
+        num_experts=3, window_bytes=ROOM, row_bytes=300, scale_bytes=12, alignment=8, capacity=64,
+    )  # fmt: skip
+    used, narrow = int(arranged.bounds[-1]), torch.float8_e4m3fn
+    rows = [f(messages, arranged, hidden=300, dtype=narrow) for f in (unpack, unpack_torch)]
+    assert raw(rows[0][:used]) == raw(rows[1][:used])
+    scales = [f(messages, arranged, hidden=300) for f in (unpack_scales, unpack_scales_torch)]
+    assert torch.equal(scales[0][:used], scales[1][:used])
+
+
 def test_an_experts_rows_do_not_depend_on_the_number_of_ranks(interpreted, seed) -> None:
     """The same tokens from 1, 2 and 4 ranks, in order, with the experts spread over them."""
     x, ids = torch.randn(8, 6), torch.randint(-1, 7, (8, 3))
