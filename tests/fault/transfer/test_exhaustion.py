@@ -208,12 +208,14 @@ def meet_again_and_again(board: Board, backend: str, times: int) -> dict[str, An
     return {"before": before, "after": after}
 
 
+@pytest.mark.timeout(400)
 @both_backends
 def test_a_thousand_meetings_leave_nothing(backend: str) -> None:
     # Over TLS each meeting signs and checks six certificates: fewer of them.
     times = MEETINGS // 5 if backend == TLS else MEETINGS
     arguments = (meet_again_and_again, str(backend), times)
-    found = run_ranks(1, *arguments, timeout_s=110.0)[0]
+    # Half a minute on quiet cores; on busy ones it may take as long as it likes.
+    found = run_ranks(1, *arguments, timeout_s=380.0)[0]
     print(f"{times} meetings of whole engines (MOE_RUNTIME_MEETINGS): {found}")
     grown = {what: found["after"][what] - count for what, count in found["before"].items()}
     assert max(grown["fds"], grown["threads"], grown["shared"]) <= 0, found
