@@ -291,7 +291,7 @@ def case_28_many_exchanges_on_two_dispatchers(member: Member, seed: int) -> None
     layouts = (layout_of(), layout_of(topk=2, hidden=24))
     generator = member.generator(seed)
     with member.dispatcher(layouts[0]) as first, member.dispatcher(layouts[1]) as second:
-        for step in range(120):
+        for step in range(40):
             for dispatcher, layout in zip((first, second), layouts, strict=True):
                 num_tokens = (step + member.rank) % 4
                 check_exchange(dispatcher, draw_tokens(layout, num_tokens, generator))

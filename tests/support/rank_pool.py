@@ -34,7 +34,7 @@ from tests.support.ranks import _CONTEXT, Board, RankFailed
 from transfer import TransferEngine
 
 BACKENDS = ("local", "gloo", "tcp", "shared_memory")
-WAIT_S = 30.0
+WAIT_S = 60.0
 _SECRET = b"the secret of a pool"
 
 
@@ -191,7 +191,7 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(here)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> list[Any]:
         """Return what `fn(member, *args)` returned, by rank."""
         if not self._processes:
             self.start()

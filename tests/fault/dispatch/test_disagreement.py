@@ -71,7 +71,7 @@ def different_views(board: Board, seed: int) -> tuple[int, ...]:
     ranks = list(range(board.world_size))
     spread = ExpertMap.even(num_layers=2, num_logical=9, ranks=ranks)
     suspects: tuple[int, ...] = ()
-    with DispatchRank(board, pass_timeout_s=0.6) as mine:
+    with DispatchRank(board, pass_timeout_s=GENEROUS_S) as mine:
         mine.generator.manual_seed(seed + board.rank)
         mine.install(1, ranks, spread)
         tokens = draw_tokens(LAYOUT, 4, mine.generator)
@@ -79,7 +79,8 @@ def different_views(board: Board, seed: int) -> tuple[int, ...]:
         if board.rank == 1:
             board.read("rank 0 gave up")  # too late for rank 0, whose message is here
         if board.rank < 2:
-            suspects = fail(lambda: mine.dispatcher.dispatch(*tokens, layer=0)).suspects
+            failure = fail(lambda: mine.dispatcher.dispatch(*tokens, layer=0, timeout_s=0.6))
+            suspects = failure.suspects
         if board.rank == 0:
             board.post("rank 0 gave up")
         board.exchange("observed", suspects)
