@@ -11,6 +11,7 @@ Legend: W sources, R rows of room, N rows that arrived, H hidden.
 
 Rows go back in the order in which the source listed its choices, one for each. They are moved as
 words of up to 8 bytes, not a bit changes. The messages are those of the CPU path, byte for byte.
+Where more rows arrived than there was room for, all messages are empty, and the sources notice.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
 from dispatch.kernels.message_parts import EXPERTS_WORD, check_buffer
 from dispatch.kernels.operands import FLOATS, check_operand, check_range, runs_kernel
 from dispatch.kernels.pack import BLOCK, row_programs, word_type
+from dispatch.kernels.unpack import used_rows
 from dispatch.layout import HEADER_BYTES
 
 
@@ -35,6 +37,7 @@ def _pack_results_kernel(
     offsets_ptr: tl.tensor,
     places_ptr: tl.tensor,
     source_bounds_ptr: tl.tensor,
+    overflow_ptr: tl.tensor,
     num_programs: tl.tensor,
     num_sources: tl.tensor,
     row_words: tl.tensor,
@@ -50,7 +53,7 @@ def _pack_results_kernel(
         ends = tl.load(source_bounds_ptr + 1 + lane, mask=lane < num_sources, other=2147483647)
         column = part * BLOCK + tl.arange(0, BLOCK)
         inside = column < row_words
-        arrived = tl.load(source_bounds_ptr + num_sources)
+        arrived = used_rows(source_bounds_ptr + num_sources, overflow_ptr)
         for arrival in range(program, arrived, num_programs):
             source = tl.sum((ends <= arrival).to(tl.int32), 0)
             offset = tl.load(offsets_ptr + source)
@@ -65,6 +68,7 @@ def _pack_results_kernel(
     elif part == 0:
         source = program - num_programs
         rows = tl.load(source_bounds_ptr + source + 1) - tl.load(source_bounds_ptr + source)
+        rows = tl.where(tl.load(overflow_ptr) != 0, 0, rows)
         offset = tl.load(offsets_ptr + source)
         size = 64 + rows.to(tl.int64) * row_words * WORD_BYTES
         tl.store(num_bytes_ptr + source, tl.where(offset >= 0, size, 0))
@@ -131,6 +135,7 @@ def pack_results(
         offsets,
         arranged.places,
         arranged.source_bounds,
+        arranged.faults[-1:],
         num_programs,
         num_sources,
         row_words,
@@ -156,6 +161,8 @@ def pack_results_torch(
     rows = results.detach().view(torch.uint8)
     num_bytes = torch.zeros_like(offsets)
     bounds = arranged.source_bounds.tolist()
+    if arranged.faults[-1]:
+        bounds = [0] * len(bounds)
     for source, offset in enumerate(offsets.tolist()):
         if offset < 0:
             continue

@@ -39,10 +39,17 @@ class ScaleLayout(StrEnum):
 
 
 @jit
+def used_rows(end_ptr: tl.tensor, overflow_ptr: tl.tensor) -> tl.tensor:
+    """Return how many rows there are; none if there were too many for the room."""
+    return tl.where(tl.load(overflow_ptr) != 0, 0, tl.load(end_ptr))
+
+
+@jit
 def _unpack_kernel(
     messages_ptr: tl.tensor,
     row_offsets_ptr: tl.tensor,
     bounds_ptr: tl.tensor,
+    overflow_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     num_experts: tl.tensor,
     row_words: tl.tensor,
@@ -52,7 +59,7 @@ def _unpack_kernel(
 ) -> None:
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < row_words
-    used = tl.load(bounds_ptr + num_experts)
+    used = used_rows(bounds_ptr + num_experts, overflow_ptr)
     for number in range(tl.program_id(0), used, tl.num_programs(0)):
         offset = tl.load(row_offsets_ptr + number)
         source = tl.maximum(offset, 0) // (WORD_BYTES * UNIT) * UNIT
@@ -68,6 +75,7 @@ def _unpack_scales_kernel(
     messages_ptr: tl.tensor,
     scale_offsets_ptr: tl.tensor,
     bounds_ptr: tl.tensor,
+    overflow_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     num_experts: tl.tensor,
     groups: tl.tensor,
@@ -79,7 +87,7 @@ def _unpack_scales_kernel(
     BLOCK_G: tl.constexpr,
 ) -> None:
     group = (tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)).to(tl.int64)[None, :]
-    used = tl.load(bounds_ptr + num_experts)
+    used = used_rows(bounds_ptr + num_experts, overflow_ptr)
     for block in range(tl.program_id(0), (used + BLOCK_R - 1) // BLOCK_R, tl.num_programs(0)):
         row = (tl.zeros((), tl.int64) + block) * BLOCK_R + tl.arange(0, BLOCK_R)
         offset = tl.load(scale_offsets_ptr + row, mask=row < used, other=-1)[:, None]
@@ -127,6 +135,7 @@ def unpack(
         messages.view(word),
         arranged.row_offsets,
         arranged.bounds,
+        arranged.faults[-1:],
         rows.view(torch.uint8).view(word),
         len(arranged.counts),
         row_words,
@@ -144,7 +153,7 @@ def unpack_torch(
     """See `unpack`."""
     row_bytes = hidden * dtype.itemsize
     rows = messages.new_empty((len(arranged.row_offsets), row_bytes))
-    used = int(arranged.bounds[-1])
+    used = 0 if arranged.faults[-1] else int(arranged.bounds[-1])
     offsets = arranged.row_offsets[:used, None]
     at = offsets.clamp(min=0) + torch.arange(row_bytes, device=messages.device)
     rows[:used] = torch.where(offsets >= 0, messages[at], 0)
@@ -195,6 +204,7 @@ def unpack_scales(
         messages.view(bits),
         arranged.scale_offsets,
         arranged.bounds,
+        arranged.faults[-1:],
         scales.view(bits),
         len(arranged.counts),
         groups,
@@ -218,7 +228,7 @@ def unpack_scales_torch(
 ) -> torch.Tensor:
     """See `unpack_scales`."""
     scales = _empty_scales(messages, arranged, hidden, scale_format, scale_layout)
-    dtype, used = scale_format.dtype, int(arranged.bounds[-1])
+    dtype, used = scale_format.dtype, 0 if arranged.faults[-1] else int(arranged.bounds[-1])
     offsets = arranged.scale_offsets[:used, None]
     index = torch.arange(scales.shape[1], device=messages.device)
     found = messages.view(dtype)[offsets.clamp(min=0) // dtype.itemsize + index]

@@ -37,3 +37,5 @@ def compiler_cache(
     cache = getattr(pytestconfig, "cache", None)
     folder = cache.mkdir("triton") if cache else tmp_path_factory.getbasetemp() / "triton"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    # Triton 3.9 warns of another default to come where this is not said.
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")

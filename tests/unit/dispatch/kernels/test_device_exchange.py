@@ -67,13 +67,23 @@ def test_a_wrong_message_is_named(interpreted, seed) -> None:
     assert (caught.value.source, caught.value.observed) == (1, "sizes")
 
 
-def test_too_small_a_capacity_is_told(interpreted) -> None:
+def test_too_small_a_capacity_is_told_and_nothing_is_written(interpreted) -> None:
     layout = layout_of(2, 1, 16, torch.bfloat16)
     expert_map = ExpertMap.even(num_layers=2, num_logical=2, ranks=[0, 1])
     group = Group(layout, expert_map, capacity=5, alignment=1)
-    one = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(3, 1).long(), torch.ones(3, 1)
+    one = torch.ones(3, 16, dtype=torch.bfloat16), torch.zeros(3, 1).long(), torch.ones(3, 1)
+    sent = [rank.send(*one, STAMP) for rank in group.ranks]
+    group.carry(0, [one.num_bytes for one in sent])
+    received = group.ranks[0].receive(sent[0])
     with pytest.raises(InputInvalid, match="rows that arrived"):
-        group.dispatch([one, one])
+        group.ranks[0].check(received.arranged.faults)
+    # Its messages back are empty, so the sources see that they are not the ones due.
+    wire, num_bytes = group.ranks[0].send_results(torch.zeros(5, 16), received, sent[0])
+    assert num_bytes.tolist() == [64, 64]
+    assert int(group.ranks[0].outgoing(1)[1].view(torch.int32)[11]) == 0
+    _, faults = group.ranks[0].finish(sent[0], wire)
+    with pytest.raises(MessageMismatch):
+        group.ranks[0].check(faults)
 
 
 def test_wrong_input_is_refused_before_anything_runs() -> None:

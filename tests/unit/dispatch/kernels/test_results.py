@@ -24,6 +24,7 @@ def arranged_of(places, source_bounds, capacity):
     offsets = torch.zeros(len(source_bounds) - 1, dtype=torch.int64)
     arranged = Arranged.empty(offsets, 1, capacity)
     arranged.places[: len(places)] = torch.tensor(places, dtype=torch.int32)
+    arranged.faults.zero_()
     arranged.source_bounds.copy_(torch.tensor(source_bounds))
     return arranged
 
