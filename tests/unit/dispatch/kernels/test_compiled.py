@@ -34,7 +34,7 @@ ODD = ((1, 1, 1, 1, 1), (3, 7, 3, 33, 2), (1, 512, 200, 2880, 64))
 # Kernel: registers of a thread, bytes of shared memory of a program; the most of all targets.
 BUDGETS = {
     "_count_kernel": (80, 2048),
-    "_dequantise_kernel": (32, 2048),
+    "_dequantise_kernel": (32, 4096),
     "_quantise_kernel": (56, 64),
     "_pack_fp8_kernel": (56, 64),
     "_pack_kernel": (40, 0),
