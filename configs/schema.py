@@ -11,21 +11,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.certificates import check_certificates, check_pair, check_readable
 from configs.dispatch_options import CombineMode, CombineWire, DispatchWire
-
-
-class Frozen(BaseModel):
-    """Base of every model here: immutable, and a key that is not declared is an error."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        validate_default=True,
-        allow_inf_nan=False,  # sockets and condition variables take no infinite timeout
-    )
+from configs.frozen import Frozen
+from configs.kv_events import KVEventsConfig
 
 
 class DType(StrEnum):
@@ -61,6 +52,16 @@ class DispatchBackend(StrEnum):
 
     TRANSFER = "transfer"
     COLLECTIVE = "collective"
+
+
+class Eviction(StrEnum):
+    """Which blocks of the pool make room: `lru` the least recently used, `s3_fifo` those not used
+    again soon, `prefix_aware` the leaves that are seen to be of least use.
+    """
+
+    LRU = "lru"
+    S3_FIFO = "s3_fifo"
+    PREFIX_AWARE = "prefix_aware"
 
 
 class MissingExperts(StrEnum):
@@ -277,6 +278,7 @@ class KVStoreConfig(Frozen):
     lease_s: float = Field(
         10.0, gt=0, description="How long a looked-up block is safe from eviction."
     )
+    eviction: Eviction = Field(Eviction.LRU, description="Which blocks make room for others.")
     request_timeout_s: float = Field(
         2.0, gt=0, description="Deadline of one request to the store master."
     )
@@ -302,6 +304,7 @@ class KVStoreConfig(Frozen):
         True,
         description="Keep a copy of each expert in the pool, on another worker than its owner.",
     )
+    events: KVEventsConfig = KVEventsConfig()
 
 
 class ElasticConfig(Frozen):

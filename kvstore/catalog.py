@@ -5,17 +5,22 @@ The master decides; the catalog carries out single changes so that all four stay
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import Final
 
 from kvstore.block import Block, Extent, ExtentState
 from kvstore.block_index import BlockIndex
 from kvstore.errors import InvariantViolated
+from kvstore.events import EventLog, Medium
 from kvstore.lease import LeaseTable
 from kvstore.messages import MasterStatistics, NodeAddress
 from kvstore.open_puts import OpenPuts, PutId
 from kvstore.pool import SegmentPool
 from kvstore.segment import Segment
+
+EXPECTED_MAX: Final = 1 << 15  # keys looked for in vain whose parent is remembered
 
 
 class Catalog:
@@ -23,19 +28,26 @@ class Catalog:
 
     Args:
         lease_s: How long a lease lasts.
+        events: Where it is noted that a block came or went; None if nobody wants to know.
     """
 
-    def __init__(self, *, lease_s: float) -> None:
+    def __init__(self, *, lease_s: float, events: EventLog | None = None) -> None:
+        self._events = events
         self.pool = SegmentPool(evict=self._evict)
         self.puts = OpenPuts()
         self.counts: Counter[str] = Counter()
         self._index = BlockIndex()
         self._leases = LeaseTable(lease_s)
         self._uses = 0
+        self._parents: OrderedDict[bytes, bytes] = OrderedDict()  # of keys looked for in vain
 
     def find(self, key: bytes) -> Block | None:
         """Return a committed block."""
         return self._index.get(key)
+
+    def present(self) -> Iterator[tuple[bytes, Medium]]:
+        """Iterate over the committed blocks and the media that they are in."""
+        return ((block.key, Medium.DRAM) for block in self._index)
 
     # -- a block comes ------------------------------------------------------------------------
 
@@ -50,7 +62,7 @@ class Catalog:
         assert block is not None, key
         block.pinned = True
         for extent in block.replicas.values():
-            self.pool.of(extent).recency.discard(extent)
+            self.pool.of(extent).keep(extent)
 
     def commit(self, put_id: PutId) -> bool:
         """Make a written extent a block; False if the put is unknown, too late or superseded."""
@@ -90,12 +102,23 @@ class Catalog:
             extents.append(extent)
         self.counts["hit"] += len(extents)
         self.counts["missed"] += len(keys) - len(extents)
-        for extent in reversed(extents):  # the root last: see LeastRecentlyUsed
+        self._expect(keys[max(0, len(extents) - 1) :])
+        for extent in reversed(extents):  # the root last: see EvictionPolicy
             self._touch(extent)
         return extents
 
+    def _expect(self, run: Sequence[bytes]) -> None:
+        """Remember the order of keys that are not here: who misses a chain often stores it soon."""
+        for parent, key in pairwise(run):
+            self._parents[key] = parent
+            self._parents.move_to_end(key)
+        while len(self._parents) > EXPECTED_MAX:
+            self._parents.popitem(last=False)
+
     def lease(self, client: str, extents: Sequence[Extent], now: float) -> int:
         """Keep these bytes in place for a while; return the lease's id."""
+        for extent in extents:
+            self.pool.of(extent).hold(extent)
         return self._leases.grant(client, tuple(extents), now).lease_id
 
     def end_lease(self, client: str, lease_id: int) -> int:
@@ -116,9 +139,9 @@ class Catalog:
 
     def drop(self, extent: Extent) -> None:
         """Make a copy unfindable; its bytes are free when nobody reads them any more."""
-        self._index.detach(extent)
+        self._detach(extent)
         segment = self.pool.of(extent)
-        segment.recency.discard(extent)
+        segment.keep(extent)
         if extent.leases:
             extent.become(ExtentState.RETIRED)
         else:
@@ -131,25 +154,39 @@ class Catalog:
             return
         for extent in segment.extents():
             if extent.state is ExtentState.COMMITTED:
-                self._index.detach(extent)
+                self._detach(extent)
                 self.counts["lost"] += 1
         self.puts.lose(set(segment.lose()))
 
     def _evict(self, extent: Extent) -> None:
         self.counts["evicted"] += 1
+        self.pool.of(extent).keep(extent, evicted=True)
         self.drop(extent)
 
     def _reap(self, idle: list[Extent]) -> None:
-        for extent in idle:
+        for extent in reversed(dict.fromkeys(idle)):  # the root last
             if extent.state is ExtentState.RETIRED:
                 self.pool.of(extent).release(extent)
+            elif extent.state is ExtentState.COMMITTED:
+                self.pool.of(extent).unhold(extent)
 
     def _attach(self, extent: Extent, *, checksum: int) -> bool:
         if not self._index.attach(extent, checksum=checksum):
             self.pool.of(extent).release(extent)
             return False
+        if self._events is not None and self._copies(extent.key) == 1:
+            self._events.stored(extent.key)
         self._touch(extent)
         return True
+
+    def _detach(self, extent: Extent) -> None:
+        self._index.detach(extent)
+        if self._events is not None and self._copies(extent.key) == 0:
+            self._events.removed(extent.key)
+
+    def _copies(self, key: bytes) -> int:
+        block = self._index.get(key)
+        return 0 if block is None else len(block.replicas)
 
     def _touch(self, extent: Extent) -> None:
         self._uses += 1
@@ -157,7 +194,7 @@ class Catalog:
         block = self._index.get(extent.key)
         assert block is not None, extent
         if not block.pinned:
-            self.pool.of(extent).recency.touch(extent)
+            self.pool.of(extent).use(extent, parent=self._parents.pop(extent.key, None))
 
     # -- figures and checks -------------------------------------------------------------------
 
@@ -210,7 +247,7 @@ class Catalog:
                 by_state[extent.state].add(extent)
                 evictable = extent in indexed and not indexed[extent].pinned
                 _check(extent.leases == leased.get(extent, 0), "leases are miscounted", extent)
-                _check(evictable == (extent in segment.recency), "wrongly evictable", extent)
+                _check(evictable == segment.may_evict(extent), "wrongly evictable", extent)
         written = by_state[ExtentState.OPEN] | by_state[ExtentState.QUARANTINED]
         _check(by_state[ExtentState.COMMITTED] == set(indexed), "committed is not indexed")
         _check(written == self.puts.extents(), "extents being written are not those of the puts")

@@ -22,9 +22,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from configs.schema import Eviction
 from kvstore import messages as m
 from kvstore.block import Extent
 from kvstore.catalog import Catalog
+from kvstore.events import EventBatch, EventLog
+from kvstore.eviction import new_policy
 from kvstore.open_puts import OpenPut, PutId
 from kvstore.pool import Candidates
 from kvstore.segment import Segment
@@ -50,11 +53,25 @@ class MasterTiming:
 
 
 class StoreMaster:
-    """Decides over the metadata of one pool. Not thread-safe."""
+    """Decides over the metadata of one pool. Not thread-safe.
 
-    def __init__(self, timing: MasterTiming) -> None:
+    Args:
+        timing: Its durations.
+        events: Where it notes what subscribers are told; None if there are none.
+        eviction: Which blocks make room for others.
+    """
+
+    def __init__(
+        self,
+        timing: MasterTiming,
+        *,
+        events: EventLog | None = None,
+        eviction: Eviction = Eviction.LRU,
+    ) -> None:
         self._timing = timing
-        self._catalog = Catalog(lease_s=timing.lease_s)
+        self._events = events
+        self._eviction = eviction
+        self._catalog = Catalog(lease_s=timing.lease_s, events=events)
         self._fenced: OrderedDict[str, None] = OrderedDict()
         self._abandoned: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._stepped_at: float | None = None
@@ -85,6 +102,15 @@ class StoreMaster:
         if sender in self._fenced:
             return m.Refused(m.RefusalReason.FENCED, f"incarnation {sender} is fenced")
         return self._transitions[type(request)](request, now)
+
+    def take_events(self) -> list[EventBatch]:
+        """Return what steps since the last call have to tell, in order; the caller sends it."""
+        return [] if self._events is None else self._events.take()
+
+    def restate_events(self) -> None:
+        """Tell the whole index with the next `take_events`. O(blocks)."""
+        if self._events is not None:
+            self._events.restate(self._catalog.present())
 
     def statistics(self) -> m.MasterStatistics:
         """Return the figures of the pool as of the last step."""
@@ -128,6 +154,7 @@ class StoreMaster:
             # Somebody may have been writing here when the last master went. It had to finish
             # within `put_s`; a stopped process may not have, and then the checksum tells.
             placeable_s=now if request.untouched else now + self._timing.put_s,
+            policy=new_policy(self._eviction),
         )
         self._catalog.pool.add(segment)
         adopted = 0

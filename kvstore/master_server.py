@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvstore import messages as m
+from kvstore.event_publisher import EventPublisher
+from kvstore.events import EventLog
 from kvstore.master import MasterTiming, StoreMaster
 from transfer.control import RpcServer
+from transfer.errors import ControlError
 
 if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
@@ -43,7 +46,13 @@ class MasterServer:
         timing = MasterTiming(
             lease_s=config.lease_s, silence_s=config.node_silence_s, put_s=config.open_put_s
         )
-        self._master = StoreMaster(timing)
+        self.events: EventPublisher | None = None
+        log: EventLog | None = None
+        if config.events.enabled:
+            self.events = EventPublisher(config.events, secret=secret)
+            # Microseconds since the epoch: more than any number that an earlier master reached.
+            log = EventLog(first_sequence=time.time_ns() // 1000)
+        self._master = StoreMaster(timing, events=log, eviction=config.eviction)
         self._lock = threading.Lock()  # the server's thread, and whoever calls the methods below
         self._clock = clock
         self._server = RpcServer(secret, self._handle, host=host, port=port)
@@ -54,13 +63,25 @@ class MasterServer:
         return self._server.address
 
     def open(self) -> None:
-        """Listen."""
-        self._server.open()
+        """Listen, and publish events if configured.
+
+        Raises:
+            ControlError: An address can't be bound.
+        """
+        if self.events is not None:
+            self.events.open()
+            self._publish(self.events)
+        try:
+            self._server.open()
+        except ControlError:
+            self._close_events()
+            raise
         logger.info("store master listens on %s", self.address)
 
     def close(self) -> None:
         """Stop; what the pool holds stays with the nodes."""
         self._server.close()
+        self._close_events()
 
     def __enter__(self) -> MasterServer:
         self.open()
@@ -98,4 +119,16 @@ class MasterServer:
 
     def _step(self, request: m.Request) -> m.Reply:
         with self._lock:
-            return self._master.step(request, self._clock())
+            reply = self._master.step(request, self._clock())
+            if self.events is not None:
+                self._publish(self.events)
+            return reply
+
+    def _publish(self, events: EventPublisher) -> None:
+        if events.wants_state:
+            self._master.restate_events()
+        events.offer(self._master.take_events())
+
+    def _close_events(self) -> None:
+        if self.events is not None:
+            self.events.close()
