@@ -35,21 +35,22 @@ native.copy_one(at(target), at(source), 32)
 """
 
 
-@pytest.mark.timeout(300)
+# A minute on two quiet cores.
+@pytest.mark.timeout(600)
 def test_no_access_outside_of_what_is_allocated(tmp_path: Path) -> None:
     sanitized = Sanitized(ADDRESS, tmp_path)
     proof = sanitized.python("-c", OVERRUN.format(directory=tmp_path), timeout_s=60.0)
     assert proof.returncode != 0, "it does look"
     assert "heap-buffer-overflow" in proof.stdout, proof.stdout[-3000:]
     options = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", CHOSEN)
-    done = sanitized.python(*options, *TESTS, timeout_s=280.0)
+    done = sanitized.python(*options, *TESTS, timeout_s=560.0)
     assert done.returncode == 0, done.stdout[-6000:]
     assert " passed" in done.stdout
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_no_access_that_races(tmp_path: Path) -> None:
     sanitized = Sanitized(THREAD, tmp_path)
-    done = sanitized.python("-m", "tests.support.lane_storm", str(tmp_path), timeout_s=180.0)
+    done = sanitized.python("-m", "tests.support.lane_storm", str(tmp_path), timeout_s=280.0)
     assert "WARNING: ThreadSanitizer" not in done.stdout, done.stdout[:6000]
     assert done.returncode == 0, done.stdout[-6000:]

@@ -139,7 +139,8 @@ class PeerDomain:
         return len(self._offers) + len(self._regions)
 
     def _add(self, region: Region) -> tuple[weakref.ref[Region], Registered]:
-        found = self._register(region, 0, region.nbytes, LOCAL_WRITE | RELAXED_ORDERING)
+        rights = LOCAL_WRITE | RELAXED_ORDERING if region.writable else RELAXED_ORDERING
+        found = self._register(region, 0, region.nbytes, rights)
         entry = weakref.ref(region, self._forgetter(id(region))), found
         self._regions[id(region)] = entry
         return entry
