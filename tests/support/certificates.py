@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import tempfile
 from datetime import datetime
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import trustme
@@ -36,5 +36,6 @@ class Authority:
 def member_tls() -> TransferTls:
     """One member's files, made once per process."""
     folder = tempfile.TemporaryDirectory(prefix="certificates-")
-    atexit.register(folder.cleanup)
+    # Not `atexit`: processes of multiprocessing end without it.
+    Finalize(None, folder.cleanup, exitpriority=1)
     return Authority(Path(folder.name)).member()
