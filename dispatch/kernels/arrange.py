@@ -243,7 +243,7 @@ def arrange(
         _sum_kernel, (2,),
         before, out.counts, out.bounds, totals, torch.empty_like(totals), out.source_bounds,
         num_sources, num_experts,
-        device=device, ALIGN=alignment, BLOCK_P=16, BLOCK_C=64,
+        device=device, ALIGN=alignment, BLOCK_P=16, BLOCK_C=32,
     )  # fmt: skip
     launch(
         _place_arrivals_kernel, (num_sources + 1, num_experts),

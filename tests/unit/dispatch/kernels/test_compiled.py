@@ -43,7 +43,7 @@ BUDGETS = {
     "_locate_results_kernel": (40, 64),
     "_pack_results_kernel": (40, 64),
     "_place_arrivals_kernel": (40, 64),
-    "_sum_kernel": (64, 2048),
+    "_sum_kernel": (56, 2048),
     "_survey_kernel": (40, 64),
     "_unpack_kernel": (24, 0),
     "_unpack_scales_kernel": (80, 0),
