@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvstore.allocator import SegmentAllocator, padded
 from kvstore.block import Extent, ExtentState
 from kvstore.errors import InvariantViolated
-from kvstore.eviction import LeastRecentlyUsed
+from kvstore.eviction import EvictionPolicy
 
 
 class Segment:
@@ -17,14 +19,23 @@ class Segment:
         capacity: Bytes lent.
         now: Time of registration.
         placeable_s: Nothing new is placed here before this time.
+        policy: Decides which block goes next; the segment's own from here on.
     """
 
     def __init__(
-        self, node: str, *, address: str, capacity: int, now: float, placeable_s: float
+        self,
+        node: str,
+        *,
+        address: str,
+        capacity: int,
+        now: float,
+        placeable_s: float,
+        policy: EvictionPolicy,
     ) -> None:
         self.node = node
         self.address = address
-        self.recency = LeastRecentlyUsed()
+        self._policy = policy
+        self._unpinned: dict[bytes, Extent] = {}  # what the policy knows
         self.heard_s = now
         self.placeable_s = placeable_s
         self._allocator = SegmentAllocator(capacity)
@@ -68,9 +79,40 @@ class Segment:
             extent.become(ExtentState.LOST)
         return lost
 
+    # -- what may be evicted ------------------------------------------------------------------
+
+    def use(self, extent: Extent, *, parent: bytes | None = None) -> None:
+        """Count a use of a block that is not pinned, or let it be evicted from now on."""
+        if self.may_evict(extent):
+            self._policy.touch(extent.key)
+        else:
+            self._policy.admit(extent.key, parent)
+            self._unpinned[extent.key] = extent
+
+    def keep(self, extent: Extent, *, evicted: bool = False) -> None:
+        """Let a block be evicted no more: it is pinned, or on its way out."""
+        if self.may_evict(extent):
+            self._policy.remove(extent.key, evicted=evicted)
+            del self._unpinned[extent.key]
+
+    def hold(self, extent: Extent) -> None:
+        """Keep a block while it is leased."""
+        if self.may_evict(extent):
+            self._policy.hold(extent.key)
+
+    def unhold(self, extent: Extent) -> None:
+        """Let a block be evicted again after its last lease."""
+        if self.may_evict(extent):
+            self._policy.unhold(extent.key)
+
+    def may_evict(self, extent: Extent) -> bool:
+        """Tell whether a block is neither pinned nor gone; it may be leased."""
+        return self._unpinned.get(extent.key) is extent
+
     def oldest_victim(self) -> Extent | None:
         """Return what would be evicted next."""
-        return next(self.recency.victims(), None)
+        name = self._policy.victim()
+        return None if name is None else self._unpinned[name]
 
     def can_make_room(self, nbytes: int) -> bool:
         """Tell whether evicting could free enough bytes at all, before anything is evicted for it.
@@ -78,7 +120,7 @@ class Segment:
         Holes between blocks that stay may still prevent it.
         """
         missing = padded(nbytes) - self.free
-        for extent in self.recency.victims():
+        for extent in self._evictable():
             if missing <= 0:
                 break
             missing -= padded(extent.nbytes)
@@ -101,10 +143,10 @@ class Segment:
                 where=f"segment {self.node}",
                 problem=f"extents take {used} bytes, the allocator says {self._allocator.used}",
             )
-        for extent in self.recency.victims():
-            if extent.state is not ExtentState.COMMITTED:
+        for extent in self._evictable():
+            if extent.state is not ExtentState.COMMITTED or extent.leases:
                 raise InvariantViolated(
-                    where=f"segment {self.node}", problem=f"{extent.state} extent is evictable"
+                    where=f"segment {self.node}", problem=f"evictable: {extent}"
                 )
 
     def _enter(self, key: bytes, offset: int, nbytes: int, state: ExtentState) -> Extent:
@@ -113,5 +155,8 @@ class Segment:
         return extent
 
     def _leave(self, extent: Extent) -> None:
-        self.recency.discard(extent)
+        self.keep(extent)
         del self._extents[extent.offset]
+
+    def _evictable(self) -> Iterator[Extent]:
+        return (self._unpinned[name] for name in self._policy.evictable())

@@ -1,0 +1,137 @@
+"""Every eviction policy against a slow, plain model, under random orders of operations."""
+
+from __future__ import annotations
+
+import random
+import secrets
+
+import pytest
+
+from configs.schema import Eviction
+from kvstore.eviction import new_policy
+from kvstore.eviction.hit_rate import AGE_CLASSES, KEPT_SHARE, REFIT_EVENTS, USE_CLASSES, HitRates
+from tests.support.eviction_models import MODELS
+
+STEPS = 1500
+
+
+@pytest.fixture
+def rng():
+    seed = secrets.randbits(32)
+    print("seed", seed)  # shown when the test fails
+    return random.Random(seed)
+
+
+def parent_of(name):
+    """Blocks 10, 11, ... 19 are one chain; every chain hangs on block 0, the chains' root."""
+    if name == 0:
+        return None
+    return name - 1 if name % 10 else 0
+
+
+@pytest.mark.parametrize("kind", Eviction)
+def test_a_policy_does_what_its_model_does(kind, rng):
+    for _ in range(4):
+        policy, model, held = new_policy(kind), MODELS[kind](), set()
+        names = rng.choice([12, 40, 200])
+        for _ in range(STEPS):
+            name = rng.randrange(names)
+            action = rng.choices(
+                ["use", "hold", "unhold", "remove", "evict"], [8, 2, 2, 1, rng.choice([1, 6])]
+            )[0]
+            if action == "use":
+                if name in policy:
+                    policy.touch(name)
+                    model.touch(name)
+                else:
+                    policy.admit(name, parent_of(name))
+                    model.admit(name, parent_of(name))
+            elif action == "hold" and name in policy:
+                held.add(name)
+                policy.hold(name)
+                model.hold(name)
+            elif action == "unhold":
+                held.discard(name)
+                policy.unhold(name)
+                model.unhold(name)
+            elif action == "remove":
+                held.discard(name)
+                policy.remove(name)
+                model.remove(name, evicted=False)
+            elif action == "evict":
+                victim = policy.victim()
+                assert victim == model.victim()
+                assert victim == policy.victim(), "asking changes nothing"
+                if victim is not None:
+                    assert victim not in held
+                    policy.remove(victim, evicted=True)
+                    model.remove(victim, evicted=True)
+            assert len(policy) == len(model.known)
+            assert (name in policy) == (name in model.known)
+            free = list(policy.evictable())
+            assert len(free) == len(set(free))
+            assert set(free) == set(model.known) - held
+            assert held <= set(model.known)
+
+
+@pytest.mark.parametrize("kind", Eviction)
+def test_everything_not_held_can_be_evicted_and_nothing_else(kind, rng):
+    policy = new_policy(kind)
+    names = [name for name in range(200) if name % 10 < 7]
+    rng.shuffle(names)
+    for name in names:
+        policy.admit(name, parent_of(name))
+    held = set(rng.sample(names, 30))
+    for name in held:
+        policy.hold(name)
+    gone = []
+    while (victim := policy.victim()) is not None:
+        gone.append(victim)
+        policy.remove(victim, evicted=True)
+    assert sorted(gone) == sorted(set(names) - held)
+    assert len(policy) == len(held)
+
+
+def test_leaves_go_before_roots_whatever_was_used(rng):
+    policy = new_policy(Eviction.PREFIX_AWARE)
+    known = set()
+    for _ in range(5000):
+        name = rng.randrange(300)
+        if name in known:
+            policy.touch(name)
+        else:
+            policy.admit(name, parent_of(name))
+            known.add(name)
+        while len(known) > 60:
+            victim = policy.victim()
+            assert not any(parent_of(other) == victim for other in known), victim
+            policy.remove(victim, evicted=True)
+            known.remove(victim)
+
+
+def test_rates_are_those_of_the_whole_record(rng):
+    rates = HitRates()
+    record = []  # (use class, age class, was it a hit, weight)
+    for _ in range(3):
+        for _ in range(REFIT_EVENTS):
+            use_class, age, hit = rng.randrange(USE_CLASSES), rng.randrange(1 << 20), rng.random()
+            age >>= rng.randrange(20)
+            (rates.hit if hit < 0.3 else rates.missed)(use_class, age)
+            record.append((use_class, age.bit_length(), hit < 0.3, 1.0))
+        for _ in range(50):
+            use_class, age = rng.randrange(USE_CLASSES), rng.randrange(1 << 22)
+            expected = rate_of([e[1:] for e in record if e[0] == use_class], age.bit_length())
+            assert rates.rate(use_class, age) == pytest.approx(expected)
+        record = [(*event[:3], event[3] * KEPT_SHARE) for event in record]
+
+
+def rate_of(events, age_class):
+    """Of all horizons the best: hits until then per tick that the blocks lay there until then."""
+    best = gained = spent = 0.0
+    for horizon in range(age_class, AGE_CLASSES):
+        width = max(1, 2 ** (horizon - 1))
+        gained += sum(weight for at, hit, weight in events if hit and at == horizon)
+        spent += width * sum(weight for at, _, weight in events if at > horizon)
+        spent += width / 2 * sum(weight for at, _, weight in events if at == horizon)
+        best = max(best, gained / (spent + 1))
+    return best
