@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from kvstore.allocator import SegmentAllocator, padded
 from kvstore.block import Extent, ExtentState
@@ -35,7 +35,7 @@ class Segment:
         self.node = node
         self.address = address
         self._policy = policy
-        self._unpinned: dict[bytes, Extent] = {}  # what the policy knows
+        self._unpinned: dict[Hashable, Extent] = {}  # what the policy knows
         self.heard_s = now
         self.placeable_s = placeable_s
         self._allocator = SegmentAllocator(capacity)
