@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from datetime import datetime
-from multiprocessing.util import Finalize
 from pathlib import Path
 
 import trustme
@@ -34,8 +34,13 @@ class Authority:
 
 @functools.cache
 def member_tls() -> TransferTls:
-    """One member's files, made once per process."""
-    folder = tempfile.TemporaryDirectory(prefix="certificates-")
-    # Not `atexit`: processes of multiprocessing end without it.
-    Finalize(None, folder.cleanup, exitpriority=1)
-    return Authority(Path(folder.name)).member()
+    """One member's files, made once per process, in memory: they go with it however it ends."""
+    with tempfile.TemporaryDirectory(prefix="certificates-") as folder:
+        given = Authority(Path(folder)).member()
+        return TransferTls(**{key: _in_memory(path) for key, path in given})
+
+
+def _in_memory(path: Path) -> Path:
+    fd = os.memfd_create(path.name)
+    os.write(fd, path.read_bytes())
+    return Path(f"/proc/self/fd/{fd}")
