@@ -61,7 +61,7 @@ class _WayState:
     refused_at: float | None = None
     closed: bool = False
     retry_at: float = 0.0
-    backoff_s: float = RETRY_S
+    backoff_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,8 +114,9 @@ class Resumption:
         state = self._ways[idx]
         state.calling = False
         state.closed = reason == REFUSED
+        # The first time at once: a dying process resets a call as it closes, then it refuses.
         state.retry_at = now + state.backoff_s
-        state.backoff_s = min(2 * state.backoff_s, RETRY_S_MAX)
+        state.backoff_s = min(max(2 * state.backoff_s, RETRY_S), RETRY_S_MAX)
         if not refused:
             state.refused_at = None
         elif state.refused_at is None:
@@ -277,6 +278,8 @@ class Resumptions:
             resumption.failed(idx, outcome.reason, now, refused=refused)
             if is_open and refused:
                 self._judge(link, resumption)
+            elif is_open:
+                self._loop.call(partial(self._look, link))
             return
         resumption.met(idx, now)
         if is_open and link.dialed and self._is_missed(link, resumption, now):
