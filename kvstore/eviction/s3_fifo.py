@@ -1,8 +1,8 @@
 """S3-FIFO: a small queue on probation, a main queue with further chances, a queue of names gone.
 
 Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, algorithm 1. A block
-used on probation goes to the main queue; others leave soon, and come straight to the main queue
-if they return while their name is remembered. Sizes follow the number of blocks that are known.
+used twice on probation goes to the main queue; others leave soon, and come straight to the main
+queue if they return while their name is remembered. Sizes follow the number of known blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 
 PROBATION_SHARE: Final = 0.1
 USES_MAX: Final = 3
+USES_TO_STAY: Final = 2  # of a block on probation, after it came
 
 
 class S3Fifo:
@@ -81,7 +82,7 @@ class S3Fifo:
                 not self._main or len(self._probation) >= PROBATION_SHARE * waiting
             ):
                 name, uses = next(iter(self._probation.items()))
-                if uses == 0:
+                if uses < USES_TO_STAY:
                     return name
                 del self._probation[name]
                 self._main[name] = 0

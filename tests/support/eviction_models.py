@@ -85,7 +85,7 @@ class FifoModel:
             main = [entry for entry in self.entries if entry[1] == "main"]
             crowded = 10 * len(probation) >= len(self.entries)
             oldest = probation[0] if probation and (crowded or not main) else main[0]
-            if oldest[2] == 0:
+            if oldest[2] == 0 or (oldest[1] == "probation" and oldest[2] == 1):
                 return oldest[0]
             self.entries.remove(oldest)
             uses = 0 if oldest[1] == "probation" else oldest[2] - 1
