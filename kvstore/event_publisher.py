@@ -82,8 +82,9 @@ class EventPublisher:
         publish.sndhwm = self._config.hwm_batches
         replay = self._context.socket(zmq.ROUTER)
         replay.maxmsgsize = _REQUEST_BYTES_MAX
-        # A whole answer fits: folded state, batches, end. More is refused, not cut silently.
-        replay.sndhwm = self._config.buffer_batches + 2
+        # A whole answer fits (folded state, batches, end), though half of the mark may be reads not
+        # yet accounted for. More is given up, not cut silently.
+        replay.sndhwm = 2 * (self._config.buffer_batches + 2)
         replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self.endpoint = self._bind(publish, self._config.endpoint)

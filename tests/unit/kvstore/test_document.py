@@ -9,7 +9,7 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "kvstore.md"
 
 
 def test_the_example_runs(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    example, _ = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(example, str(DOCUMENT), "exec"), {})
     printed = capsys.readouterr().out
     assert printed.count("STORED") == 2
