@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from configs.schema import Eviction
 from kvstore import messages as m
 from kvstore.allocator import padded
 from kvstore.master import MasterTiming, StoreMaster
@@ -49,9 +50,11 @@ class Lease:
 
 
 class MasterMachine(RuleBasedStateMachine):
+    eviction = Eviction.LRU
+
     def __init__(self):
         super().__init__()
-        self.master = StoreMaster(TIMING)
+        self.master = StoreMaster(TIMING, eviction=self.eviction)
         self.now = 100.0
         self.committed: dict[bytes, tuple[int, int]] = {}  # key -> (length, checksum)
         self.puts: list[Put] = []
@@ -294,5 +297,16 @@ class MasterMachine(RuleBasedStateMachine):
                 assert extent.key == put.key
 
 
-TestMaster = MasterMachine.TestCase
+class FifoMachine(MasterMachine):
+    eviction = Eviction.S3_FIFO
+
+
+class PrefixMachine(MasterMachine):
+    eviction = Eviction.PREFIX_AWARE
+
+
+TestMaster, TestFifo, TestPrefix = (
+    machine.TestCase for machine in (MasterMachine, FifoMachine, PrefixMachine)
+)
 TestMaster.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFifo.settings = TestPrefix.settings = settings(TestMaster.settings, max_examples=20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from configs.schema import Eviction
 from kvstore import messages as m
 from kvstore.errors import InvariantViolated
 from kvstore.master import MasterTiming, StoreMaster
@@ -19,8 +20,14 @@ def key(i: int) -> bytes:
 class Scene:
     """A master, its clock, and short ways to ask."""
 
-    def __init__(self, *nodes: str, blocks: int = 8, timing: MasterTiming = TIMING) -> None:
-        self.master, self.now, self.batch = StoreMaster(timing), 0.0, 0
+    def __init__(
+        self,
+        *nodes: str,
+        blocks: int = 8,
+        timing: MasterTiming = TIMING,
+        eviction: Eviction = Eviction.LRU,
+    ) -> None:
+        self.master, self.now, self.batch = StoreMaster(timing, eviction=eviction), 0.0, 0
         for node in nodes:
             self.register(node, blocks=blocks)
 
@@ -132,8 +139,23 @@ def test_eviction_takes_the_least_used_and_the_leaf_before_the_root():
     assert scene.there(1, 2, 3, 11, 12, 13, 21) == [1, 2, 21]
 
 
-def test_neither_pinned_nor_leased_blocks_are_evicted():
-    scene = Scene("n", blocks=3)
+def test_a_prefix_outlives_what_was_stored_behind_it_later():
+    """Whoever looks up a chain, misses its end and stores that tells the order of its blocks."""
+    for eviction, left in ((Eviction.LRU, [4, 5]), (Eviction.PREFIX_AWARE, [1, 2])):
+        scene = Scene("n", blocks=6, eviction=eviction)
+        scene.lookup("w", 1, 2, 3)
+        scene.put("w", 1, 2, 3)
+        found = scene.lookup("w", 1, 2, 3, 4, 5)
+        scene.step(m.Release("w", [found.lease_id]))
+        scene.put("w", 4, 5)
+        scene.put("w", 21, pin=True)
+        scene.put("w", 22, 23, 24, pin=True)
+        assert scene.there(1, 2, 3, 4, 5) == left, eviction
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_neither_pinned_nor_leased_blocks_are_evicted(eviction):
+    scene = Scene("n", blocks=3, eviction=eviction)
     scene.put("w", 1, pin=True)
     scene.put("w", 2, 3)
     scene.put("v", 2, pin=True)  # pins what exists
