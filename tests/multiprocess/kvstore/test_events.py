@@ -228,3 +228,23 @@ def test_the_subscriber_of_the_document_runs(stack):
     pool.ask(m.Leave("a"))
     while not process.stdout.readline().endswith(" 0 blocks\n"):  # two batches
         pass
+
+
+def test_who_does_not_read_answers_gets_no_more_and_holds_up_nobody(stack, caplog):
+    pool = Pool(stack, b"s", security="plain", buffer_batches=4)
+    pool.register("a", held := fresh(12_000))
+    context = zmq.Context()
+    stack.callback(context.term)
+    greedy = context.socket(zmq.DEALER)
+    stack.callback(greedy.close, linger=0)
+    greedy.rcvhwm = 1
+    greedy.connect(pool.server.events.replay_endpoint)
+    for _ in range(150):  # 30 MB of answers
+        greedy.send_multipart([b"", bytes(8)])
+    Follower(stack, pool.server.events, "-").await_held(held)
+    deadline = time.monotonic() + WAIT_S
+    while "was given up" not in caplog.text:
+        assert time.monotonic() < deadline, "the answers fitted: the test is too small"
+        time.sleep(0.05)
+    pool.ask(m.Leave("a"))
+    Follower(stack, pool.server.events, "-").await_held([])
