@@ -17,6 +17,7 @@ import logging
 import secrets
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -84,6 +85,8 @@ class Rendezvous:
         self._sessions = sessions
         self.credentials: Credentials | None = None
         self._negotiations: set[Negotiation] = set()
+        # Also those that were given away, as long as they are nobody else's yet.
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._listeners: list[socket.socket] = []
         # Not watched until the next tick: out of descriptors.
         self._resting: list[socket.socket] = []
@@ -135,7 +138,7 @@ class Rendezvous:
 
     def abandon(self) -> None:
         """Close the descriptors only: the way out after a fork."""
-        for sock in [*self._listeners, *(n.sock for n in self._negotiations)]:
+        for sock in [*self._listeners, *self._sockets]:
             sock.close()
 
     def dial(
@@ -219,6 +222,7 @@ class Rendezvous:
             first=first,
         )
         self._negotiations.add(negotiation)
+        self._sockets.add(sock)
         return negotiation
 
     def _accept(self, listener: socket.socket, _events: int) -> None:

@@ -129,7 +129,11 @@ class Service:
                 assert isinstance(self._server, PythonServer), "made for encrypted connections"
                 self._server.attach_socket(peer_id, sock)
             else:
-                self._server.attach(peer_id, sock.detach())
+                try:
+                    self._server.attach(peer_id, sock.fileno())
+                finally:
+                    # Not before: a child that is forked meanwhile must find it somewhere to close.
+                    sock.detach()
         except OSError as error:
             sock.close()
             logger.info("a data connection could not be served: %s", error)

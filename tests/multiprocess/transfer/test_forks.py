@@ -154,7 +154,9 @@ def test_forks_in_the_middle_of_transfers(backend: str) -> None:
             handle = a.write(b.name, busy.source, busy.keys[0], 0, 0, NBYTES)
             told = in_a_child(lambda h=handle: busy.in_the_child(h, before))
             assert isinstance(told, dict), (seed, told)
-            assert told.pop("sockets") <= 0, f"seed {seed}"
+            # One more data connection may be on its way from hand to hand: the control connection
+            # is closed, which is what the peer goes by.
+            assert told.pop("sockets") <= 1, f"seed {seed}"
             # One that had ended before the fork has ended well in the child too.
             finished += told["wait"] == "worked"
             told["wait"] = "EngineClosed"
