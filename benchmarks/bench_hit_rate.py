@@ -8,7 +8,8 @@ ids are chained. A block is a hit when it and every block before it in the reque
 
 The policies are the store's own objects. Requests come one after the other; each uses or stores
 all its blocks, the last first. Two tiers: what leaves DRAM goes to the SSD, what is hit there
-goes back to DRAM, and a block is in one of them; a policy of the same kind decides in both.
+goes back to DRAM, and a block is in one of them. `prefix_aware+lru` is prefix-aware in DRAM and
+LRU on the SSD; else both tiers have a policy of the same kind.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from kvstore.eviction import new_policy
 TRACES = ("conversation", "synthetic")
 SIZES = (1_000, 2_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)
 TIERS = ((1_000, 4_000), (5_000, 20_000), (10_000, 40_000))  # DRAM, SSD
+PAIRS = (*((kind, kind) for kind in Eviction), (Eviction.PREFIX_AWARE, Eviction.LRU))
 Requests = Sequence[Sequence[int]]
 
 
 class Cache:
     """Tiers of so many blocks each, the fastest first; no capacity is no bound."""
 
-    def __init__(self, eviction: Eviction, capacities: Sequence[int | None]) -> None:
-        self.tiers = [(new_policy(eviction), capacity) for capacity in capacities]
+    def __init__(self, policies: Sequence[Eviction], capacities: Sequence[int | None]) -> None:
+        self.tiers = list(zip(map(new_policy, policies), capacities, strict=True))
         self.hits = [0] * len(capacities)
 
     def find(self, block: int) -> int | None:
@@ -71,9 +73,11 @@ class Cache:
         policy.admit(block, parents.get(block))
 
 
-def replay(requests: Requests, eviction: Eviction, capacities: Sequence[int | None]) -> list[float]:
+def replay(
+    requests: Requests, policies: Sequence[Eviction], capacities: Sequence[int | None]
+) -> list[float]:
     """Return the share of all block references that each tier served."""
-    cache = Cache(eviction, capacities)
+    cache = Cache(policies, capacities)
     parents: dict[int, int] = {}
     for request in requests:
         parents.update((block, parent) for parent, block in pairwise(request))
@@ -98,12 +102,13 @@ def main() -> None:
         requests = load(options.traces / f"{trace}_trace.jsonl")
         for size in (*SIZES, None):
             for policy in Eviction:
-                (rate,) = replay(requests, policy, (size,))
+                (rate,) = replay(requests, (policy,), (size,))
                 recorder.add("hit rate", "share", [rate], trace=trace, policy=policy, blocks=size)
         for dram, ssd in TIERS:
-            for policy in Eviction:
-                rates = replay(requests, policy, (dram, ssd))
-                labels = {"trace": trace, "policy": policy, "dram_blocks": dram, "ssd_blocks": ssd}
+            for pair in PAIRS:
+                rates = replay(requests, pair, (dram, ssd))
+                name = pair[0] if pair[0] == pair[1] else "+".join(pair)
+                labels = {"trace": trace, "policy": name, "dram_blocks": dram, "ssd_blocks": ssd}
                 recorder.add("hit rate of both tiers", "share", [sum(rates)], **labels)
                 recorder.add("hit rate of DRAM", "share", [rates[0]], **labels)
     recorder.write()

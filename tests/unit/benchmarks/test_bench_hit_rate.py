@@ -25,13 +25,13 @@ def requests_of(rng):
 @pytest.mark.parametrize("policy", Eviction)
 def test_only_whole_prefixes_are_hits(policy):
     requests = [[1, 2, 3], [1, 2, 4], [9, 2, 3]]
-    assert replay(requests, policy, (None,)) == [2 / 9]
+    assert replay(requests, (policy,), (None,)) == [2 / 9]
 
 
 @pytest.mark.parametrize("policy", Eviction)
 def test_no_tier_holds_too_much_or_what_another_holds(policy):
     seed = secrets.randbits(32)
-    cache = Cache(policy, (20, 50))
+    cache = Cache((policy, policy), (20, 50))
     for request in requests_of(random.Random(seed)):
         cache.count(request)
         parents = dict(zip(request[1:], request, strict=False))
@@ -47,6 +47,6 @@ def test_no_tier_holds_too_much_or_what_another_holds(policy):
 def test_two_tiers_of_lru_hit_what_one_as_large_as_both_hits():
     seed = secrets.randbits(32)
     requests = list(requests_of(random.Random(seed)))
-    both = replay(requests, Eviction.LRU, (20, 50))
-    assert sum(both) == pytest.approx(replay(requests, Eviction.LRU, (70,))[0]), seed
-    assert both[0] == pytest.approx(replay(requests, Eviction.LRU, (20,))[0]), seed
+    both = replay(requests, (Eviction.LRU,) * 2, (20, 50))
+    assert sum(both) == pytest.approx(replay(requests, (Eviction.LRU,), (70,))[0]), seed
+    assert both[0] == pytest.approx(replay(requests, (Eviction.LRU,), (20,))[0]), seed
