@@ -6,7 +6,7 @@ from typing import Final
 
 # Bulk bytes under way on a rail: so many seconds' worth of it, within bounds.
 BULK_S: Final = 4e-3
-BULK_BYTES_MIN: Final = 4 << 20
+BULK_BYTES_MIN: Final = 6 << 20
 BULK_BYTES_MAX: Final = 32 << 20
 # The same while urgent traffic is about, which was seen within the last so many seconds.
 BULK_BESIDE_URGENT_S: Final = 1e-3

@@ -22,7 +22,7 @@ from transfer.wire import SLICE_BYTES, RequestKind
 if TYPE_CHECKING:
     from transfer.rail import ExpressLink
 
-EXPRESS_BYTES_MAX: Final = min(1 << 20, SLICE_BYTES)
+EXPRESS_BYTES_MAX: Final = SLICE_BYTES
 
 
 class Express(Transfer):

@@ -139,6 +139,9 @@ def cut(pieces: Pieces, *, slice_bytes: int, slice_pieces: int) -> list[Pieces]:
     """
     if len(pieces) == 1:
         return _cut_one(pieces, slice_bytes)
+    length = int(pieces.lengths[0]) if len(pieces) else 0
+    if 0 < length <= slice_bytes and (pieces.lengths == length).all():
+        return _cut_between(pieces, min(slice_bytes // length, slice_pieces))
     ends = np.cumsum(pieces.lengths)
     total = int(ends[-1]) if len(ends) else 0
     if not total:
@@ -157,6 +160,13 @@ def cut(pieces: Pieces, *, slice_bytes: int, slice_pieces: int) -> list[Pieces]:
             part = slice(first, min(first + slice_pieces, int(high)))
             slices.append(Pieces(source[part], target[part], lengths[part]))
     return slices
+
+
+def _cut_between(pieces: Pieces, count: int) -> list[Pieces]:
+    """Pieces of one length, such as pages: so many of them, uncut, to a slice."""
+    parts = [slice(first, first + count) for first in range(0, len(pieces), count)]
+    source, target, lengths = pieces.source_offsets, pieces.target_offsets, pieces.lengths
+    return [Pieces(source[part], target[part], lengths[part]) for part in parts]
 
 
 def _cut_one(pieces: Pieces, slice_bytes: int) -> list[Pieces]:

@@ -81,13 +81,13 @@ class SprayCore:
     @property
     def slice_bytes(self) -> int:
         """How large slices should be now: a power of two."""
+        if len(self.rails) == 1:  # nothing to spread: the fewer the better
+            return SLICE_BYTES // 2
         known = [r.bandwidth for r in self.rails if r.measured and r.state is RailState.HEALTHY]
         if not known:
             return SLICE_BYTES_FIRST
         wanted = int(max(known) * SLICE_S)
-        # With a single rail there is nothing to spread: only what is sent again gets smaller.
-        least = SLICE_BYTES_MIN if len(self.rails) > 1 else SLICE_BYTES_FIRST
-        return min(max(1 << max(wanted, 1).bit_length() - 1, least), SLICE_BYTES)
+        return min(max(1 << max(wanted, 1).bit_length() - 1, SLICE_BYTES_MIN), SLICE_BYTES)
 
     def add(self, operation: Operation) -> None:
         """Take an operation and number it."""
