@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.harness import Recorder
 from transfer.backends import verbs
-from transfer.region import Access, Region, make_offer
+from transfer.memory.region import Access, Region, make_offer
 
 PIECE_BYTES: Final = 64
 STRIDE: Final = 4096

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from transfer.errors import HandshakeRefused, ProtocolViolation
-from transfer.handshake import (
+from transfer.connections.handshake import (
     MESSAGE_BYTES_MAX,
     AcceptorHandshake,
     DialerHandshake,
@@ -14,6 +13,7 @@ from transfer.handshake import (
     Handshake,
     Purpose,
 )
+from transfer.errors import HandshakeRefused, ProtocolViolation
 
 _FACTS = Facts(address="127.0.0.1:1", host="h", local_socket="s", shared_memory=True, tcp=True)
 _PURPOSES = tuple(Purpose)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transfer.errors import ProtocolViolation
-from transfer.region import TOKEN_BYTES, RegionKey
+from transfer.memory.region import TOKEN_BYTES, RegionKey
 
 
 def seeds() -> list[bytes]:

@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_runtime.topology_warnings import TopologyWarning, topology_warnings
-from transfer.preference import RailChoice, RailEnd, RailKind, Tier, rail_ends, rail_tiers
-from transfer.topology import InterfaceKind, PciPlace, RdmaDevice, RdmaPort, Topology
-from transfer.topology_reader import read_topology
-from transfer.topology_record import load_record, record_topology
+from transfer.rails.preference import RailChoice, RailEnd, RailKind, Tier, rail_ends, rail_tiers
+from transfer.topology.machine import InterfaceKind, PciPlace, RdmaDevice, RdmaPort, Topology
+from transfer.topology.reader import read_topology
+from transfer.topology.record import load_record, record_topology
 
 LEGEND: Final = (
     "PIX one PCIe switch or card; PXB several bridges; PHB the root complex;",

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from transfer.preference import port_gbps
-from transfer.topology import (
+from transfer.rails.preference import port_gbps
+from transfer.topology.machine import (
     Distance,
     InterfaceKind,
     NetworkInterface,

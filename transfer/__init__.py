@@ -30,12 +30,12 @@ from transfer.errors import (
 )
 from transfer.explanation import Explanation
 from transfer.handle import Transfer
-from transfer.memory import Memory, allocate
+from transfer.memory.memory import Memory, allocate
+from transfer.memory.region import Access, Region, RegionKey
 from transfer.pages import Pages
 from transfer.peer import Peer
 from transfer.prepared import Prepared
 from transfer.priority import Priority
-from transfer.region import Access, Region, RegionKey
 from transfer.statistics import (
     BackendStatistics,
     PriorityStatistics,

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from transfer.handshake import NAME_LENGTH_MAX, is_name
+from transfer.connections.handshake import NAME_LENGTH_MAX, is_name
 
 # Longer waits are not told from endless ones: ten years.
 TIMEOUT_MAX_S: Final = 3.2e8

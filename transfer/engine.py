@@ -14,25 +14,25 @@ import torch
 from configs.schema import TransferBackend, TransferConfig
 from transfer.arguments import check_handler, check_name, check_type
 from transfer.arrivals import Arrivals
-from transfer.calling import Caller
+from transfer.connections.calling import Caller
+from transfer.connections.links import Links
+from transfer.connections.rendezvous import Rendezvous
+from transfer.connections.tls import Credentials
 from transfer.errors import DeviceUnavailable, EngineClosed, PeerLost, PeerUnknown, TransferTimeout
 from transfer.event_loop import EventLoop
 from transfer.explanation import Explanation, explain_link, explain_self
 from transfer.forked import REASON, disown
 from transfer.handlers import LostHandler, NotifyHandler
-from transfer.links import Links
-from transfer.memory import Memory
+from transfer.memory.memory import Memory
+from transfer.memory.region import Access, OfferTable, Region, RegionKey, make_offer
 from transfer.movement import Movement
 from transfer.operations import Mover, deadline_after
-from transfer.own_rails import own_rails
 from transfer.peer import LinkState, Peer, PeerLink, PeerTable, name_of
-from transfer.rail_preferences import this_machine
-from transfer.region import Access, OfferTable, Region, RegionKey, make_offer
-from transfer.rendezvous import Rendezvous
-from transfer.staging import Staging
+from transfer.rails.own_rails import own_rails
+from transfer.rails.peer_preferences import this_machine
 from transfer.statistics import Tally, TransferStatistics
-from transfer.storage import Storage
-from transfer.tls import Credentials
+from transfer.storage.staging import Staging
+from transfer.storage.storage import Storage
 from transfer.wire import ControlKind, encode_control
 
 # How long a peer that knows addresses of ours is waited for when they are withdrawn.

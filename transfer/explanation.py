@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from transfer.handshake import Facts
+from transfer.connections.handshake import Facts
+from transfer.memory.region import Access, Region, RegionKey
 from transfer.peer import PeerLink
-from transfer.rail import RailState
-from transfer.region import Access, Region, RegionKey
+from transfer.rails.rail import RailState
 from transfer.statistics import RailStatistics
 
 # A rail that is slower than this part of the fastest gets little to do.

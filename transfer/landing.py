@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 
 from transfer.errors import ProtocolViolation
+from transfer.memory.region import Bytes
 from transfer.pieces import Ints, Pieces, copy_pieces
-from transfer.region import Bytes
 
 IOVEC_MAX: Final = 512
 # Pieces shorter than this on average go through a staging buffer and one vectorised copy: the

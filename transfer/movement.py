@@ -5,13 +5,13 @@ from __future__ import annotations
 from configs.schema import TransferConfig
 from transfer.arguments import check_type
 from transfer.handle import Transfer
+from transfer.memory.region import Region, RegionKey
 from transfer.operations import Mover, deadline_after
 from transfer.pages import Pages, pieces_of_pages
 from transfer.peer import Peer, name_of
 from transfer.pieces import IntsLike, make_pieces
 from transfer.prepared import InPlace, Prepared
 from transfer.priority import Priority
-from transfer.region import Region, RegionKey
 
 
 class Movement:

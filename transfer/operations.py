@@ -11,9 +11,9 @@ from transfer.backends.local import LocalBackend
 from transfer.backends.process_memory import Location
 from transfer.backends.shared_memory import Window
 from transfer.errors import AccessRefused, PeerLost, TransferError
-from transfer.express import EXPRESS_BYTES_MAX, Express
 from transfer.handle import Transfer
 from transfer.immediates import IMMEDIATE_MAX, ImmediateBoard
+from transfer.memory.region import Access, OfferTable, Region, RegionKey
 from transfer.peer import PeerLink, PeerTable
 from transfer.pieces import (
     Ints,
@@ -23,13 +23,13 @@ from transfer.pieces import (
 )
 from transfer.prepared import InPlace
 from transfer.priority import Priority, class_of
-from transfer.region import Access, OfferTable, Region, RegionKey
-from transfer.slices import Operation
+from transfer.rails.express import EXPRESS_BYTES_MAX, Express
+from transfer.rails.slices import Operation
 from transfer.statistics import Tally
 from transfer.wire import RequestKind
 
 if TYPE_CHECKING:
-    from transfer.staging import Staging
+    from transfer.storage.staging import Staging
 
 # As integers: an enum member's value costs more than the rest of the check.
 READ, WRITE = Access.READ.value, Access.WRITE.value

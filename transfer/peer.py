@@ -11,13 +11,13 @@ from enum import Enum, auto
 from transfer.arguments import check_type
 from transfer.backends.process_memory import Locations, PeerProcess
 from transfer.backends.shared_memory import Windows
-from transfer.control_connection import ControlConnection
-from transfer.deputy import Deputy
+from transfer.connections.control_connection import ControlConnection
+from transfer.connections.handshake import Facts
 from transfer.errors import PeerLost, PeerUnknown
-from transfer.handshake import Facts
+from transfer.memory.region import Region
+from transfer.rails.deputy import Deputy
+from transfer.rails.requests import Requests
 from transfer.rdma import RdmaPeer
-from transfer.region import Region
-from transfer.requests import Requests
 from transfer.signals import SignalChannel
 from transfer.statistics import RailStatistics
 

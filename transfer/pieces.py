@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer import native
-from transfer.region import Bytes
+from transfer.memory.region import Bytes
 
 Ints = npt.NDArray[np.int64]
 IntsLike = int | np.integer | npt.ArrayLike

@@ -8,9 +8,9 @@ from transfer import native
 from transfer.arguments import check_integer, check_timeout
 from transfer.handle import Transfer
 from transfer.immediates import IMMEDIATE_MAX
+from transfer.memory.region import Region, RegionKey
 from transfer.pieces import Pieces
 from transfer.priority import Priority, class_of
-from transfer.region import Region, RegionKey
 
 if TYPE_CHECKING:
     from transfer.backends.shared_memory import Window

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Final
 
 from configs.schema import TransferBackend, TransferConfig
 from transfer.backends import verbs
+from transfer.connections.handshake import Facts
 from transfer.errors import DeviceUnavailable, ProtocolViolation, RegistrationFailed
 from transfer.event_loop import EventLoop
-from transfer.handshake import Facts
 from transfer.immediates import ImmediateBoard
-from transfer.own_rails import device_choice, why_not
-from transfer.pairing import pair_ends, rdma_end
-from transfer.preference import RailEnd
-from transfer.rail import RailLink, RailName, SliceSink
-from transfer.region import OfferTable, Region, RegionKey
+from transfer.memory.region import OfferTable, Region, RegionKey
+from transfer.rails.own_rails import device_choice, why_not
+from transfer.rails.pairing import pair_ends, rdma_end
+from transfer.rails.preference import RailEnd
+from transfer.rails.rail import RailLink, RailName, SliceSink
 
 if TYPE_CHECKING:
     from transfer.backends.verbs.backend import VerbsBackend

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Final
 
-from transfer.stream import Stream
+from transfer.connections.stream import Stream
 
 SIGNAL: Final = struct.Struct("=I")
 RECEIVE_BYTES: Final = 64 << 10

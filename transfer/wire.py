@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 
 from transfer.errors import ProtocolViolation
+from transfer.memory.region import TOKEN_BYTES
 from transfer.pieces import Ints
-from transfer.region import TOKEN_BYTES
 
 SLICE_BYTES: Final = 4 << 20
 SLICE_PIECES: Final = 1024

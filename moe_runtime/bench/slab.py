@@ -16,7 +16,7 @@ from moe_runtime.bench.workload import Placement, differing_piece, fill
 from transfer import Region
 from transfer.backends.file import FileSlab
 from transfer.pieces import IntsLike, make_pieces
-from transfer.storage import Waiter
+from transfer.storage.storage import Waiter
 
 DEADLINE_S: Final = 60.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.pairing import pair_rails
-from transfer.preference import (
+from transfer.rails.pairing import pair_rails
+from transfer.rails.preference import (
     SLOW_IN_TIER,
     SLOW_OVERALL,
     RailKind,
@@ -15,7 +15,7 @@ from transfer.preference import (
     rail_order,
     rail_tiers,
 )
-from transfer.topology import (
+from transfer.topology.machine import (
     Distance,
     Gpu,
     InterfaceKind,

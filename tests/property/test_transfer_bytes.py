@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.support.engines import BACKENDS, engine_pair, offer
 from transfer import HandshakeRefused, ProtocolViolation, RegionKey, allocate
-from transfer.handshake import AcceptorHandshake, Facts
+from transfer.connections.handshake import AcceptorHandshake, Facts
 from transfer.pieces import Pieces, copy_pieces, join_neighbours, make_pieces, out_of_bounds
-from transfer.slices import cut
+from transfer.rails.slices import cut
 from transfer.wire import (
     REPLY,
     REQUEST,

@@ -20,9 +20,9 @@ from tests.support.engines import BOTH, new_engine
 from tests.support.json_lines import JsonLines
 from transfer import RegionKey, TransferEngine, allocate
 from transfer.backends.service import Service
-from transfer.handshake import AcceptorHandshake, DialerHandshake
-from transfer.links import Links
-from transfer.rendezvous import Negotiation
+from transfer.connections.handshake import AcceptorHandshake, DialerHandshake
+from transfer.connections.links import Links
+from transfer.connections.rendezvous import Negotiation
 from transfer.wire import ControlKind
 
 # As in `fault_shim.c`.

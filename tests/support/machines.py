@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transfer.topology import Topology
-from transfer.topology_reader import read_topology
-from transfer.topology_record import load_record
+from transfer.topology.machine import Topology
+from transfer.topology.reader import read_topology
+from transfer.topology.record import load_record
 
 RECORDS = Path(__file__).parents[1] / "data/topology"
 NAMES = tuple(sorted(path.stem for path in RECORDS.glob("*.json")))

@@ -20,12 +20,12 @@ from transfer.backends.verbs.domain import PeerDomain
 from transfer.errors import EngineClosed
 from transfer.event_loop import EventLoop
 from transfer.handle import Transfer
+from transfer.memory.region import Access, OfferTable, Region, RegionKey, make_offer
 from transfer.pieces import make_pieces
 from transfer.priority import Priority
-from transfer.rail import RailName
-from transfer.region import Access, OfferTable, Region, RegionKey, make_offer
-from transfer.requests import Requests
-from transfer.slices import Operation
+from transfer.rails.rail import RailName
+from transfer.rails.requests import Requests
+from transfer.rails.slices import Operation
 from transfer.statistics import Tally
 from transfer.wire import RequestKind
 

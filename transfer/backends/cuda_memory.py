@@ -15,12 +15,12 @@ from typing import Final, Protocol, TypeGuard, runtime_checkable
 import torch
 
 from transfer.backends.cuda_runtime import CudaDriver, load
-from transfer.batch_queue import BatchQueue
 from transfer.errors import DeviceUnavailable, EngineClosed, TransferError
+from transfer.memory.region import Bytes
 from transfer.pieces import Pieces, copy_pieces, join_neighbours
-from transfer.region import Bytes
-from transfer.slices import cut
-from transfer.storage import Done
+from transfer.rails.slices import cut
+from transfer.storage.batch_queue import BatchQueue
+from transfer.storage.storage import Done
 
 THREADS: Final = 2
 QUEUED_MAX: Final = 256

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import torch
 
 from transfer.errors import DeviceUnavailable
-from transfer.region import Bytes
+from transfer.memory.region import Bytes
 
 HANDLE_BYTES: Final = 64
 SUCCESS: Final = 0

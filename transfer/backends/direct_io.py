@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from transfer.errors import StorageFailed, StorageFull
-from transfer.region import Bytes
+from transfer.memory.region import Bytes
 
 AT_EMPTY_PATH: Final = 0x1000
 STATX_DIOALIGN: Final = 0x2000

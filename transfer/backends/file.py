@@ -37,11 +37,11 @@ from transfer.backends.direct_io import (
     storage_error,
 )
 from transfer.backends.file_work import FileAccess, ReadWork, SyncWork, WriteWork
-from transfer.batch_queue import BatchQueue
 from transfer.errors import StorageBusy, StorageFailed
+from transfer.memory.region import Bytes, as_bytes
 from transfer.pieces import Ints, IntsLike, Pieces, make_pieces, out_of_bounds
-from transfer.region import Bytes, as_bytes
-from transfer.storage import Done, Waiter
+from transfer.storage.batch_queue import BatchQueue
+from transfer.storage.storage import Done, Waiter
 
 logger = logging.getLogger(__name__)
 

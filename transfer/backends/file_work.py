@@ -15,9 +15,9 @@ from transfer.backends.direct_io import (
 )
 from transfer.backends.file_extents import make_extents
 from transfer.errors import StorageFailed, TransferTimeout
+from transfer.memory.region import Bytes
 from transfer.native import copy_pieces
 from transfer.pieces import Ints
-from transfer.region import Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

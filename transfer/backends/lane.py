@@ -12,8 +12,8 @@ from typing import Final, NamedTuple, Protocol, cast
 
 from transfer import native
 from transfer.backends.python_lane import Finished, PythonLane, python_progress
+from transfer.connections.tls_socket import TlsSocket
 from transfer.pieces import Ints
-from transfer.tls_socket import TlsSocket
 
 LOCAL_BUFFER_BYTES: Final = 512 << 10
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from transfer.errors import AccessRefused, RegionUnknown
+from transfer.memory.region import Access, Bytes, Offer, OfferTable, Region, RegionKey
 from transfer.pieces import Ints, Pieces, copy_pieces, out_of_bounds
-from transfer.region import Access, Bytes, Offer, OfferTable, Region, RegionKey
 
 
 class LocalBackend:

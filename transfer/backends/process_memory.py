@@ -38,8 +38,8 @@ import numpy as np
 
 from transfer import native
 from transfer.errors import AccessRefused, PeerLost, ProtocolViolation, TransferTimeout
+from transfer.memory.region import TOKEN_BYTES, Region, RegionKey
 from transfer.pieces import Ints, Pieces
-from transfer.region import TOKEN_BYTES, Region, RegionKey
 
 logger = logging.getLogger(__name__)
 

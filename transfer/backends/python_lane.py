@@ -17,13 +17,13 @@ from typing import Final
 
 import numpy as np
 
+from transfer.connections.stream import LINGER_NONE
+from transfer.connections.tls_socket import TlsSocket, buffered, unsent
 from transfer.errors import ProtocolViolation
 from transfer.immediates import IMMEDIATE_MAX
 from transfer.landing import IOVEC_MAX, Landing, gather, scatter, spread
+from transfer.memory.region import TOKEN_BYTES, Bytes
 from transfer.pieces import Ints
-from transfer.region import TOKEN_BYTES, Bytes
-from transfer.stream import LINGER_NONE
-from transfer.tls_socket import TlsSocket, buffered, unsent
 from transfer.wire import (
     HAS_IMMEDIATE,
     MAGIC,

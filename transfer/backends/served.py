@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, Protocol
 
-from transfer.address_space import is_mapped
 from transfer.backends.incoming import IncomingWrites
 from transfer.backends.python_lane import memory_at
+from transfer.connections.tls_socket import TlsSocket, buffered, unsent
 from transfer.landing import IOVEC_MAX, Landing, gather, scatter, spread
+from transfer.memory.address_space import is_mapped
+from transfer.memory.region import Access
 from transfer.pieces import Ints, out_of_bounds
-from transfer.region import Access
-from transfer.tls_socket import TlsSocket, buffered, unsent
 from transfer.wire import (
     REQUEST,
     Reply,

@@ -19,9 +19,9 @@ from typing import Protocol
 
 from transfer import native
 from transfer.backends.served import CLOSED, Offered, ServedConnection, ServedPeer
+from transfer.connections.stream import Stream
 from transfer.errors import ProtocolViolation
-from transfer.region import Access
-from transfer.stream import Stream
+from transfer.memory.region import Access
 from transfer.wire import SLICE_BYTES, SLICE_PIECES, SLICES_MAX, Request, Status
 
 # Kind (`IMMEDIATE`, `CLOSED`, `MAP`), peer, connection, and: the immediate; evidence and whether

@@ -17,11 +17,11 @@ from typing import Final, cast
 from transfer.backends.lane import tune
 from transfer.backends.served import CLOSED, IMMEDIATE
 from transfer.backends.server import PythonServer, ServerLike, make_server
+from transfer.connections.tls_socket import TlsSocket
 from transfer.errors import ProtocolViolation
 from transfer.immediates import ImmediateBoard
-from transfer.region import Access, Offer, OfferTable
+from transfer.memory.region import Access, Offer, OfferTable
 from transfer.statistics import Tally
-from transfer.tls_socket import TlsSocket
 from transfer.wire import PLACE, Status
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 import numpy as np
 
 from transfer.errors import AccessRefused
-from transfer.memory import SEALS, populate
-from transfer.region import Access, Bytes, RegionKey
+from transfer.memory.memory import SEALS, populate
+from transfer.memory.region import Access, Bytes, RegionKey
 
 
 class MappedMemory:

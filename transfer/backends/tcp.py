@@ -20,14 +20,14 @@ from typing import Final, cast
 
 from transfer.backends.lane import LaneLike, lane_kind, tune
 from transfer.backends.python_lane import Finished
+from transfer.connections.stream import Stream
 from transfer.event_loop import READABLE, WRITABLE, EventLoop
-from transfer.express import Express
 from transfer.handle import DRIVE_S, Transfer
 from transfer.priority import Priority
-from transfer.rail import RailName, SliceSink
-from transfer.slices import Slice
+from transfer.rails.express import Express
+from transfer.rails.rail import RailName, SliceSink
+from transfer.rails.slices import Slice
 from transfer.statistics import Tally
-from transfer.stream import Stream
 from transfer.wire import HAS_IMMEDIATE, MAGIC, REQUEST, RequestKind, Status
 
 # Requests of one lane without an answer.

@@ -19,7 +19,7 @@ import torch
 from tests.support.engines import BACKENDS, BOTH, TLS, engine_pair, eventually, new_engine, offer
 from tests.support.ranks import Board, run_ranks
 from transfer import TransferEngine, TransferError, allocate
-from transfer import rendezvous as rendezvous_module
+from transfer.connections import rendezvous as rendezvous_module
 
 SOON_S = 20.0
 # How often whole engines are made, meet and go; thousands more find slower leaks.

@@ -38,7 +38,7 @@ from transfer import (
     TransferError,
     allocate,
 )
-from transfer.handshake import AcceptorHandshake, DialerHandshake, Facts, Purpose
+from transfer.connections.handshake import AcceptorHandshake, DialerHandshake, Facts, Purpose
 
 SOON_S = 20.0
 both_backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -27,7 +27,7 @@ from transfer import (
     TransferError,
     allocate,
 )
-from transfer.rendezvous import Rendezvous
+from transfer.connections.rendezvous import Rendezvous
 
 SOON_S = 30.0
 NBYTES = 1 << 16

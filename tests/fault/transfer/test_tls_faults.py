@@ -19,7 +19,7 @@ from configs.schema import TransferTls
 from tests.support.certificates import Authority, member_tls
 from tests.support.engines import TLS, engine_pair, eventually, new_engine, offer, open_descriptors
 from transfer import HandshakeRefused, TransferEngine
-from transfer import rendezvous as rendezvous_module
+from transfer.connections import rendezvous as rendezvous_module
 
 SOON_S = 20.0
 

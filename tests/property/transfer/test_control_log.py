@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer.control_log import ControlLog
+from transfer.connections.control_log import ControlLog
 from transfer.errors import ProtocolViolation
 
 BYTES_MAX = 400

@@ -17,8 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from transfer.errors import HandshakeRefused, ProtocolViolation
-from transfer.handshake import (
+from transfer.connections.handshake import (
     LENGTH_BYTES,
     MESSAGE_BYTES_MAX,
     AcceptorHandshake,
@@ -27,6 +26,7 @@ from transfer.handshake import (
     Handshake,
     Purpose,
 )
+from transfer.errors import HandshakeRefused, ProtocolViolation
 
 SECRET = secrets.token_bytes(32)
 NAMES = ("anna", "bert", "carl")

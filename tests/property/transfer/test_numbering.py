@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.support.engines import engine_pair, eventually, offer
 from transfer import Transfer, TransferTimeout, allocate
 from transfer.backends.incoming import IncomingWrites
-from transfer.numbering import Numbering
-from transfer.region import Region
-from transfer.slices import Operation
+from transfer.memory.region import Region
+from transfer.rails.numbering import Numbering
+from transfer.rails.slices import Operation
 from transfer.wire import Request, RequestKind
 
 

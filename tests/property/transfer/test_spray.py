@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transfer.handle import Transfer
 from transfer.pieces import EMPTY
 from transfer.priority import Priority
-from transfer.rail import RailState
-from transfer.slices import Operation, Slice
-from transfer.spray import SprayCore
+from transfer.rails.rail import RailState
+from transfer.rails.slices import Operation, Slice
+from transfer.rails.spray import SprayCore
 from transfer.wire import RequestKind
 
 SHARES = dict(zip(Priority, (32.0, 16.0, 8.0, 4.0, 2.0), strict=True))

@@ -15,8 +15,8 @@ from configs.schema import FileConfig
 from tests.support.engines import engine_pair, eventually, offer
 from transfer import ProtocolViolation, RegionKey
 from transfer.backends.file import FileSlab
-from transfer.bounce import BUFFER_BYTES
-from transfer.storage_messages import (
+from transfer.storage.bounce import BUFFER_BYTES
+from transfer.storage.messages import (
     Answer,
     AnswerKind,
     Ask,

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transfer.connections.handshake import Facts, parse_message
 from transfer.control import _parse_failure
 from transfer.errors import ControlError, ProtocolViolation
-from transfer.handshake import Facts, parse_message
-from transfer.region import TOKEN_BYTES, RegionKey
+from transfer.memory.region import TOKEN_BYTES, RegionKey
 from transfer.wire import (
     REPLY,
     REQUEST,

@@ -78,7 +78,7 @@ def test_tcp_takes_over_where_the_cards_do_not_reach_each_other(
     fabric: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = iter(("one host", "another"))
-    monkeypatch.setattr("transfer.rendezvous.host_identity", lambda: next(hosts))
+    monkeypatch.setattr("transfer.connections.rendezvous.host_identity", lambda: next(hosts))
     for i in (2, 3):
         lose_silently(i)
         subprocess.run(["ip", "neigh", "flush", "to", f"10.99.0.{i + 1}"], check=True)
@@ -98,7 +98,7 @@ def test_tcp_takes_over_in_the_middle_and_gives_back(
     fabric: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = iter(("one host", "another"))
-    monkeypatch.setattr("transfer.rendezvous.host_identity", lambda: next(hosts))
+    monkeypatch.setattr("transfer.connections.rendezvous.host_identity", lambda: next(hosts))
     with new_engine("auto", devices=OURS) as one, new_engine("auto", devices=THEIRS) as other:
         one.connect(other.address, timeout_s=SOON_S)
         assert one.peer(other.name).backend == "verbs"

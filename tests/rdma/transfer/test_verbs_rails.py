@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from transfer import AccessRefused, RegionUnknown, TransferTimeout
+from transfer.memory.region import Access, Region, RegionKey
 from transfer.priority import Priority
-from transfer.region import Access, Region, RegionKey
 
 pytest.importorskip("pyverbs", reason="pyverbs comes with the host's RDMA libraries; none here")
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from moe_runtime.cli import main
 from moe_runtime.topology_warnings import topology_warnings
 from tests.support.machines import NAMES, RECORDS, machine, write_machine
-from transfer.topology_reader import read_topology
+from transfer.topology.reader import read_topology
 
 
 def doctor(*arguments: str, columns: int | None = None) -> Result:

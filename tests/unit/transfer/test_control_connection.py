@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.engines import eventually, new_engine, offer
 from transfer import Access, TransferEngine, TransferTimeout, allocate
-from transfer.handshake import Purpose
-from transfer.negotiation import Greeted
+from transfer.connections.handshake import Purpose
+from transfer.connections.negotiation import Greeted
 from transfer.peer import PeerLink
 from transfer.wire import ControlKind, encode_control
 

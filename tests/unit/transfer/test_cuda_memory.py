@@ -18,7 +18,7 @@ from transfer.backends import cuda_runtime
 from transfer.backends.cuda_ipc import CudaWindows, Place, place_of
 from transfer.backends.cuda_memory import PINNED_BYTES, CudaDevices, CudaMemory
 from transfer.pieces import make_pieces
-from transfer.storage import Waiter
+from transfer.storage.storage import Waiter
 
 NBYTES = PINNED_BYTES + 12_345
 SOON_S = 20.0

@@ -16,12 +16,12 @@ import torch
 
 from tests.support.engines import engine_pair, eventually, offer
 from transfer import Priority, TransferEngine, allocate
-from transfer.deputy import GONE_S, Deputy, Replaceable, Replacement
+from transfer.memory.region import Region
 from transfer.pieces import copy_between
 from transfer.priority import shares_of
-from transfer.rail import RailLink, RailName
-from transfer.region import Region
-from transfer.slices import Slice
+from transfer.rails.deputy import GONE_S, Deputy, Replaceable, Replacement
+from transfer.rails.rail import RailLink, RailName
+from transfer.rails.slices import Slice
 from transfer.wire import RequestKind, Status
 
 NBYTES = 8 << 20

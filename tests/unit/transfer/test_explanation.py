@@ -10,8 +10,8 @@ import torch
 
 from tests.support.engines import engine_pair, eventually, new_engine, offer
 from transfer import Access, AccessRefused, RegionUnknown, allocate
+from transfer.connections.handshake import Facts
 from transfer.explanation import Surroundings, _unused_rails
-from transfer.handshake import Facts
 from transfer.statistics import RailStatistics
 
 OWN = Facts(address="10.0.0.1:1", host="h", local_socket="s", shared_memory=True, tcp=True)

@@ -12,13 +12,13 @@ import torch
 
 from configs.schema import TransferConfig
 from transfer.errors import AccessRefused, PeerLost, TransferTimeout
-from transfer.express import Express
 from transfer.handle import Transfer
+from transfer.memory.region import Region
 from transfer.priority import Priority, shares_of
-from transfer.rail import RailLink, RailName, SliceSink
-from transfer.region import Region
-from transfer.requests import OPERATIONS_MAX, Requests
-from transfer.slices import Slice
+from transfer.rails.express import Express
+from transfer.rails.rail import RailLink, RailName, SliceSink
+from transfer.rails.requests import OPERATIONS_MAX, Requests
+from transfer.rails.slices import Slice
 from transfer.statistics import Tally
 from transfer.wire import RequestKind, Status
 

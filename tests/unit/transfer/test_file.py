@@ -19,8 +19,8 @@ from transfer.backends import file_work
 from transfer.backends.block_locks import BlockLocks
 from transfer.backends.direct_io import direct_alignment, read_fully, write_fully
 from transfer.backends.file import FileSlab
-from transfer.batch_queue import BatchQueue
 from transfer.errors import TransferError
+from transfer.storage.batch_queue import BatchQueue
 
 SLAB_BYTES = 1 << 20
 SMALL = FileConfig(threads=2, io_bytes=1 << 16)

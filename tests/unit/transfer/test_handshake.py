@@ -8,8 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from transfer.errors import HandshakeRefused, ProtocolViolation
-from transfer.handshake import (
+from transfer.connections.handshake import (
     HALF_BYTES,
     LENGTH_BYTES,
     MESSAGE_BYTES_MAX,
@@ -26,6 +25,7 @@ from transfer.handshake import (
     Sessions,
     parse_message,
 )
+from transfer.errors import HandshakeRefused, ProtocolViolation
 
 SECRET = secrets.token_bytes(32)
 
@@ -131,7 +131,7 @@ def test_a_proof_cannot_be_reflected() -> None:
     mirrored = _framed(Hello(VERSION, Purpose.CONTROL, "impostor", hello.nonce))
     challenge = give(victim_listens, mirrored)
     nonce = msgspec.structs.asdict(parse_message(challenge[LENGTH_BYTES:]))["nonce"]
-    from transfer.handshake import Challenge
+    from transfer.connections.handshake import Challenge
 
     proof = give(victim_calls, _framed(Challenge("impostor", nonce)))
     with pytest.raises(HandshakeRefused, match="wrong dialer proof"):

@@ -20,7 +20,7 @@ from tests.support.engines import (
     offer,
 )
 from transfer import Access, HandshakeRefused, TransferEngine, allocate
-from transfer.handshake import DialerHandshake, Facts, Purpose
+from transfer.connections.handshake import DialerHandshake, Facts, Purpose
 from transfer.wire import REPLY, Request, RequestKind, Status, encode_pieces, parse_reply
 
 SOON_S = 20.0

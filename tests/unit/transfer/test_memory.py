@@ -15,8 +15,8 @@ import torch
 
 from tests.support.engines import open_descriptors
 from transfer import allocate
-from transfer.memory import Pages, memory_of, numa_nodes, prefer_node
-from transfer.region import Region
+from transfer.memory.memory import Pages, memory_of, numa_nodes, prefer_node
+from transfer.memory.region import Region
 
 
 def test_memory_is_zeroed_and_sealed() -> None:

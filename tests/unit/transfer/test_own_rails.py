@@ -12,8 +12,8 @@ from configs.schema import TransferConfig
 from tests.support.engines import engine_pair, new_engine, offer
 from tests.support.machines import machine
 from transfer import DeviceUnavailable, allocate
-from transfer.own_rails import own_rails
-from transfer.topology import Topology
+from transfer.rails.own_rails import own_rails
+from transfer.topology.machine import Topology
 
 GIANT = "two_sockets_8_gpus_8_nics"
 

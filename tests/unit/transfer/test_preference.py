@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.machines import machine, write_machine
-from transfer.pairing import pair_addresses, pair_rails, share_network
-from transfer.preference import (
+from transfer.rails.pairing import pair_addresses, pair_rails, share_network
+from transfer.rails.preference import (
     RailChoice,
     RailEnd,
     RailKind,
@@ -18,7 +18,7 @@ from transfer.preference import (
     rail_order,
     rail_tiers,
 )
-from transfer.topology import (
+from transfer.topology.machine import (
     Distance,
     Gpu,
     InterfaceKind,
@@ -29,7 +29,7 @@ from transfer.topology import (
     RdmaPort,
     Topology,
 )
-from transfer.topology_reader import read_topology
+from transfer.topology.reader import read_topology
 
 
 def nic(name: str, path: str, *, gbps: float | None = 100, state: str = "ACTIVE", node: int = 0,

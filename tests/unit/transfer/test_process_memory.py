@@ -25,9 +25,9 @@ from transfer.backends.process_memory import (
     parse_located,
 )
 from transfer.errors import ProtocolViolation
+from transfer.memory.region import Access, OfferTable, Region, RegionKey, make_offer
+from transfer.memory.told_addresses import ToldAddresses
 from transfer.pieces import make_pieces
-from transfer.region import Access, OfferTable, Region, RegionKey, make_offer
-from transfer.told_addresses import ToldAddresses
 
 BOTH = Access.READ | Access.WRITE
 

@@ -12,15 +12,16 @@ import torch
 
 from configs.schema import TransferConfig
 from tests.support.machines import machine
-from transfer import Access, TransferEngine, allocate, rail_preferences
+from transfer import Access, TransferEngine, allocate
 from transfer.handle import Transfer
+from transfer.memory.region import Region
 from transfer.pieces import Pieces
 from transfer.priority import Priority
-from transfer.rail_preferences import RailPreferences, location_of
-from transfer.region import Region
-from transfer.slices import Operation, slice_operation
-from transfer.spray import SprayCore
-from transfer.topology import Topology
+from transfer.rails import peer_preferences
+from transfer.rails.peer_preferences import RailPreferences, location_of
+from transfer.rails.slices import Operation, slice_operation
+from transfer.rails.spray import SprayCore
+from transfer.topology.machine import Topology
 from transfer.wire import RequestKind
 
 NBYTES = 256 << 10
@@ -57,12 +58,12 @@ def test_alike_rails_are_taken_by_tier(rails: tuple[tuple[int, ...], ...], chose
 
 
 def test_a_region_is_where_it_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rail_preferences, "numa_nodes", lambda: (0, 1))
+    monkeypatch.setattr(peer_preferences, "numa_nodes", lambda: (0, 1))
     elsewhere = Region(torch.zeros(64, dtype=torch.uint8))
     with closing(allocate(4096, numa_node=0)) as memory:
         assert location_of(Region(memory)) == "cpu:0"
     assert location_of(elsewhere) is None
-    monkeypatch.setattr(rail_preferences, "numa_nodes", lambda: (0,))
+    monkeypatch.setattr(peer_preferences, "numa_nodes", lambda: (0,))
     assert location_of(elsewhere) == "cpu:0"
     elsewhere.kind = "cuda:3"
     assert location_of(elsewhere) == "cuda:3"

@@ -17,8 +17,9 @@ import torch
 
 from tests.support.data_connections import KINDS, header, rig, write_bytes
 from tests.support.engines import BACKENDS, BOTH, engine_pair, new_engine, offer
-from transfer import Access, AccessRefused, TransferEngine, address_space, allocate
-from transfer.address_space import is_writable
+from transfer import Access, AccessRefused, TransferEngine, allocate
+from transfer.memory import address_space
+from transfer.memory.address_space import is_writable
 from transfer.wire import REPLY, RequestKind, Status, encode_pieces, parse_reply
 
 SOON_S = 20.0

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from transfer.resumption import AGREE_S, GRACE_S, MET_S, REFUSED, RETRY_S_MAX, Resumption, Way
+from transfer.connections.resumption import (
+    AGREE_S,
+    GRACE_S,
+    MET_S,
+    REFUSED,
+    RETRY_S_MAX,
+    Resumption,
+    Way,
+)
 
 FIRST, SECOND = Way("10.0.0.1", "10.0.0.2:7"), Way("10.0.1.1", "10.0.1.2:7")
 TIMEOUT_S = 5.0

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.certificates import member_tls
 from tests.support.data_connections import tcp_pair
+from transfer.connections.tls import Credentials
+from transfer.connections.tls_socket import TLS_ONLY, TlsSocket
 from transfer.errors import HandshakeRefused
-from transfer.tls import Credentials
-from transfer.tls_socket import TLS_ONLY, TlsSocket
 
 SOON_S = 20.0
 Pair = tuple[TlsSocket, TlsSocket]

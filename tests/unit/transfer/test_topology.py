@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.machines import NAMES, machine, write_machine
-from transfer.interface_addresses import interface_addresses
-from transfer.sysfs import Sysfs, natural
-from transfer.topology import Distance, InterfaceKind, PciPlace, Topology
-from transfer.topology_reader import read_topology
+from transfer.rails.interface_addresses import interface_addresses
+from transfer.topology.machine import Distance, InterfaceKind, PciPlace, Topology
+from transfer.topology.reader import read_topology
+from transfer.topology.sysfs import Sysfs, natural
 
 # As the makers of the machine publish it: each GPU with its own NIC, in CUDA's order.
 OWN_NIC = {

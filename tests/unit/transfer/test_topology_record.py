@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.machines import NAMES, RECORDS, write_machine
-from transfer.topology import Topology
-from transfer.topology_reader import read_topology
-from transfer.topology_record import TopologyRecord, load_record, record_topology
+from transfer.topology.machine import Topology
+from transfer.topology.reader import read_topology
+from transfer.topology.record import TopologyRecord, load_record, record_topology
 
 MAC = "0c:42:a1:e8:87:8c"
 

@@ -9,9 +9,9 @@ from functools import partial
 from transfer.backends.verbs.device import Device, open_devices
 from transfer.backends.verbs.exchange import PeerExchange
 from transfer.event_loop import READABLE, EventLoop
-from transfer.pairing import rdma_end
-from transfer.preference import RailEnd
-from transfer.region import OfferTable, Region
+from transfer.memory.region import OfferTable, Region
+from transfer.rails.pairing import rdma_end
+from transfer.rails.preference import RailEnd
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from transfer.backends.verbs.binding import (
     is_event_file,
     opening,
 )
-from transfer.interface_addresses import interface_addresses
+from transfer.rails.interface_addresses import interface_addresses
 
 logger = logging.getLogger(__name__)
 

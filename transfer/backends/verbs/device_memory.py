@@ -15,7 +15,7 @@ import torch
 from pyverbs.mr import DmaBufMR
 
 from transfer.backends.verbs.binding import PyverbsRDMAError
-from transfer.region import Region
+from transfer.memory.region import Region
 
 DMA_BUF_HANDLE: Final = 1
 

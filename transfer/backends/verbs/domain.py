@@ -27,7 +27,7 @@ from pyverbs.pd import PD
 from transfer.backends.verbs.binding import PyverbsError, PyverbsRDMAError, constant, error_text
 from transfer.backends.verbs.device import Device
 from transfer.backends.verbs.device_memory import device_address, register_device_memory
-from transfer.region import Access, Offer, Region
+from transfer.memory.region import Access, Offer, Region
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from transfer.backends.verbs.binding import enums
-from transfer.rail import RailName
+from transfer.rails.rail import RailName
 
 _NAMES: Final = {
     int(getattr(enums, name)): name.removeprefix("IBV_WC_").lower()

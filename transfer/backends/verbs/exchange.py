@@ -32,8 +32,8 @@ from transfer.backends.verbs.requester import VerbsRail
 from transfer.backends.verbs.responder import CREDITS, Inbox, ServedRail
 from transfer.errors import ProtocolViolation
 from transfer.event_loop import EventLoop
-from transfer.rail import RailLink, RailName, SliceSink
-from transfer.region import Offer, OfferTable, Region
+from transfer.memory.region import Offer, OfferTable, Region
+from transfer.rails.rail import RailLink, RailName, SliceSink
 from transfer.wire import Status
 
 logger = logging.getLogger(__name__)

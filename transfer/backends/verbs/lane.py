@@ -16,7 +16,7 @@ from transfer.backends.verbs.chain import (
 )
 from transfer.backends.verbs.queue_pair import QueuePair
 from transfer.backends.verbs.work import Work
-from transfer.slices import Slice
+from transfer.rails.slices import Slice
 
 
 @dataclass(frozen=True, slots=True)

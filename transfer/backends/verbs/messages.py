@@ -29,7 +29,7 @@ from typing import Final
 import msgspec
 
 from transfer.errors import ProtocolViolation
-from transfer.region import TOKEN_BYTES
+from transfer.memory.region import TOKEN_BYTES
 from transfer.wire import Status
 
 LANES: Final = 2

@@ -34,8 +34,8 @@ from transfer.backends.verbs.queue_pair import QueuePair, make_end
 from transfer.backends.verbs.work import Work, make_work
 from transfer.event_loop import READABLE, EventLoop
 from transfer.handle import Transfer
-from transfer.rail import RailName, SliceSink
-from transfer.slices import Slice
+from transfer.rails.rail import RailName, SliceSink
+from transfer.rails.slices import Slice
 from transfer.wire import RequestKind, Status
 
 SLICES_MAX: Final = 16

@@ -10,7 +10,7 @@ from transfer.backends.verbs.chain import READ, WRITE
 from transfer.backends.verbs.domain import PeerDomain
 from transfer.backends.verbs.plan import Requests, plan
 from transfer.pieces import Pieces
-from transfer.slices import Slice, cut
+from transfer.rails.slices import Slice, cut
 from transfer.wire import RequestKind
 
 

@@ -1,0 +1,1 @@
+"""How two engines meet, prove themselves, and stay connected while sockets come and go."""

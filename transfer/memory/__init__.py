@@ -1,0 +1,1 @@
+"""Memory that the engine may touch: made, registered, offered, told to peers."""

@@ -1,0 +1,336 @@
+"""Access to storages of peers: asking for it, and serving those who ask.
+
+Only its owner can move the bytes of a storage. So the requester offers a buffer and asks; the
+owner moves one buffer full between its storage and the requester's buffer with its own one-sided
+operations, and answers. One round trip of control frames per buffer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from transfer.backends.cuda_ipc import place_of
+from transfer.backends.cuda_memory import CudaMemory
+from transfer.errors import (
+    AccessRefused,
+    DeviceUnavailable,
+    PeerLost,
+    ProtocolViolation,
+    RegionUnknown,
+    StorageFailed,
+    TransferError,
+    TransferTimeout,
+)
+from transfer.immediates import ImmediateBoard
+from transfer.memory.region import Access, Offer, OfferTable, RegionKey
+from transfer.peer import PeerLink, PeerTable
+from transfer.pieces import Ints, out_of_bounds
+from transfer.storage.batch_queue import BatchQueue
+from transfer.storage.bounce import BUFFER_BYTES, Bounce, Bounces, PeerEnd, PeerMoves, StorageEnd
+from transfer.storage.messages import (
+    REASON_MAX,
+    Answer,
+    AnswerKind,
+    Ask,
+    AskKind,
+    encode,
+    parse_answer,
+    parse_ask,
+)
+from transfer.storage.storage import StorageRegion
+from transfer.wire import ControlKind, encode_control
+
+# How often a waiting requester looks whether the peer is still there.
+LOOK_S: Final = 0.1
+BUSY_PAUSE_S: Final = 0.005
+ONE: Final = np.zeros(1, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _Asked:
+    peer: str
+    answered: threading.Event = field(default_factory=threading.Event)
+    answer: Answer | None = None
+
+
+class Asking:
+    """The requester's side. Thread-safe."""
+
+    def __init__(self, table: PeerTable) -> None:
+        self._table = table
+        self._ids = itertools.count(1)
+        self._open: dict[int, _Asked] = {}
+
+    def ask(
+        self,
+        kind: AskKind,
+        target: RegionKey,
+        deadline: float,
+        *,
+        buffer: RegionKey | None = None,
+        offsets: Ints = ONE[:0],
+        lengths: Ints = ONE[:0],
+        immediate: int = 0,
+    ) -> bytes:
+        """Ask the owner of `target`, and wait for the answer. Not on the engine's thread.
+
+        Returns:
+            The content of the answer.
+
+        Raises:
+            AccessRefused, RegionUnknown: the owner refuses.
+            StorageFailed: its storage failed.
+            PeerLost, PeerUnknown: it is gone; what was asked may have been done.
+            TransferTimeout: no answer in time; it may still be done.
+        """
+        started = time.monotonic()
+        while True:
+            message = Ask(
+                next(self._ids),
+                kind,
+                target.token,
+                b"" if buffer is None else buffer.encode(),
+                offsets.astype("<i8").tobytes(),
+                lengths.astype("<i8").tobytes(),
+                immediate,
+                max(deadline - time.monotonic(), 0.0),
+            )
+            answer = self._exchange(target.owner, message, deadline)
+            if answer is not None and answer.kind is not AnswerKind.BUSY:
+                _raise_refusal(target.owner, kind, answer)
+                return answer.content
+            if time.monotonic() + BUSY_PAUSE_S > deadline:
+                raise TransferTimeout(
+                    target.owner, kind.name.lower(), elapsed_s=time.monotonic() - started
+                )
+            time.sleep(BUSY_PAUSE_S)
+
+    def on_answer(self, peer: str, content: bytes) -> None:
+        """Take an answer. On the engine's thread.
+
+        Raises:
+            ProtocolViolation: the bytes are none.
+        """
+        answer = parse_answer(content)
+        asked = self._open.get(answer.id)
+        # An answer nobody waits for any more is late, not wrong.
+        if asked is not None and asked.peer == peer:
+            asked.answer = answer
+            asked.answered.set()
+
+    def _exchange(self, peer: str, message: Ask, deadline: float) -> Answer | None:
+        link = self._table.ready(peer)
+        asked = self._open[message.id] = _Asked(peer)
+        try:
+            frame = encode_control(ControlKind.STORAGE_ASK, encode(message))
+            if not link.control.send(frame, deadline=deadline):
+                self._table.ready(peer)
+                return None
+            while (remaining := deadline - time.monotonic()) > 0:
+                if asked.answered.wait(min(LOOK_S, remaining)):
+                    break
+                if not link.alive:
+                    raise PeerLost(peer, link.evidence or "lost while it was asked")
+            return asked.answer
+        finally:
+            del self._open[message.id]
+
+
+class PeerStorageEnd:
+    """A peer's window of a storage; an end of a staged transfer."""
+
+    def __init__(self, asking: Asking, key: RegionKey) -> None:
+        self._asking = asking
+        self._key = key
+
+    def fill(self, bounce: Bounce, offsets: Ints, lengths: Ints, deadline: float) -> None:
+        """Let the owner write into our buffer."""
+        self._ask(AskKind.READ, bounce, offsets, lengths, deadline)
+
+    def drain(self, bounce: Bounce, offsets: Ints, lengths: Ints, deadline: float) -> None:
+        """Let the owner read our buffer."""
+        self._ask(AskKind.WRITE, bounce, offsets, lengths, deadline)
+
+    def _ask(
+        self, kind: AskKind, bounce: Bounce, offsets: Ints, lengths: Ints, deadline: float
+    ) -> None:
+        self._asking.ask(
+            kind, self._key, deadline, buffer=bounce.key, offsets=offsets, lengths=lengths
+        )
+
+
+class _ServedAsk:
+    """One ask, moved by a thread of the queue."""
+
+    def __init__(
+        self, service: StorageService, peer: str, ask: Ask, offer: Offer, pieces: tuple[Ints, Ints]
+    ) -> None:
+        self._service = service
+        self._peer = peer
+        self._ask = ask
+        self._offer = offer
+        self._pieces = pieces
+        self.deadline = time.monotonic() + ask.timeout_s
+
+    def __len__(self) -> int:
+        return 1
+
+    def weigh(self, index: int) -> int:
+        """Bytes of it."""
+        return int(self._pieces[1].sum())
+
+    def perform(self, index: int, lane: int) -> None:
+        """Move the pieces."""
+        offsets, lengths = self._pieces
+        region = self._offer.region
+        assert isinstance(region, StorageRegion)
+        own = StorageEnd(region.storage, self._offer.offset)
+        key = self._ask.buffer_key(self._peer)
+        theirs = PeerEnd(self._service.moves, self._peer, key, None)
+        whole = (ONE, ONE + self.weigh(0))
+        with (
+            self._service.using(self._ask.token),
+            self._service.bounces.borrow(lane) as bounce,
+        ):
+            if self._ask.kind is AskKind.READ:
+                own.fill(bounce, offsets, lengths, self.deadline)
+                theirs.drain(bounce, *whole, self.deadline)
+                return
+            theirs.fill(bounce, *whole, self.deadline)
+            if not self._offer.live:
+                raise RegionUnknown(self._peer, "withdrawn meanwhile")
+            own.drain(bounce, offsets, lengths, self.deadline)
+
+
+class StorageService:
+    """The owner's side. Thread-safe."""
+
+    def __init__(
+        self,
+        offers: OfferTable,
+        board: ImmediateBoard,
+        moves: PeerMoves,
+        bounces: Bounces,
+        queue: Callable[[], BatchQueue],
+    ) -> None:
+        self.moves = moves
+        self.bounces = bounces
+        self._offers = offers
+        self._board = board
+        self._queue = queue
+        self._changed = threading.Condition()
+        self._used: Counter[bytes] = Counter()
+
+    def on_ask(self, link: PeerLink, content: bytes) -> None:
+        """Serve an ask, or refuse it. On the engine's thread; never waits.
+
+        Raises:
+            ProtocolViolation: the bytes are none.
+        """
+        if link.control.full:
+            raise ProtocolViolation("storage ask: the answers to those before are not read")
+        ask = parse_ask(content)
+        offer = self._offers.find(ask.token, to=link.name)
+        if offer is None or not isinstance(offer.region, StorageRegion):
+            self._answer(link, ask, AnswerKind.UNKNOWN)
+            return
+        needed = Access.READ if ask.kind is AskKind.READ else Access.WRITE
+        if needed not in offer.access:
+            self._answer(link, ask, AnswerKind.NO_RIGHT)
+        elif ask.kind is AskKind.PLACE:
+            self._tell_place(link, ask, offer)
+        elif ask.kind is AskKind.SIGNAL:
+            self._board.count(link.name, [ask.immediate])
+            self._answer(link, ask, AnswerKind.DONE)
+        else:
+            self._serve(link, ask, offer)
+
+    def using(self, token: bytes) -> _Using:
+        """Note that a key is being used, as long as the context lasts."""
+        return _Using(self._changed, self._used, token)
+
+    def quiesce(self, token: bytes, timeout_s: float) -> bool:
+        """Wait until nothing that was begun under a withdrawn key is under way any more."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._used[token], timeout_s)
+
+    def _tell_place(self, link: PeerLink, ask: Ask, offer: Offer) -> None:
+        """Who knows the place can read and write it, so only who may do both is told."""
+        assert isinstance(offer.region, StorageRegion)
+        storage = offer.region.storage
+        if offer.access != Access.READ | Access.WRITE or not isinstance(storage, CudaMemory):
+            self._answer(link, ask, AnswerKind.NO_RIGHT)
+            return
+        try:
+            content = place_of(storage, offer.offset).encode()
+        except DeviceUnavailable as error:
+            self._answer(link, ask, AnswerKind.FAILED, str(error))
+            return
+        self._answer(link, ask, AnswerKind.DONE, content=content)
+
+    def _serve(self, link: PeerLink, ask: Ask, offer: Offer) -> None:
+        pieces = ask.pieces(BUFFER_BYTES)
+        ask.buffer_key(link.name)
+        if out_of_bounds(*pieces, offer.nbytes) is not None:
+            self._answer(link, ask, AnswerKind.OUT_OF_BOUNDS)
+            return
+
+        def done(error: TransferError | None) -> None:
+            kind = AnswerKind.DONE if error is None else AnswerKind.FAILED
+            self._answer(link, ask, kind, "" if error is None else str(error))
+
+        work = _ServedAsk(self, link.name, ask, offer, pieces)
+        try:
+            self._queue().submit(work, ask.kind.name.lower(), work.deadline, done, wait=False)
+        except TransferTimeout:
+            self._answer(link, ask, AnswerKind.BUSY)
+        except TransferError as error:
+            self._answer(link, ask, AnswerKind.FAILED, str(error))
+
+    def _answer(
+        self,
+        link: PeerLink,
+        ask: Ask,
+        kind: AnswerKind,
+        reason: str = "",
+        *,
+        content: bytes = b"",
+    ) -> None:
+        answer = Answer(ask.id, kind, reason[:REASON_MAX], content)
+        link.control.send(encode_control(ControlKind.STORAGE_ANSWER, encode(answer)))
+
+
+class _Using:
+    def __init__(self, changed: threading.Condition, used: Counter[bytes], token: bytes) -> None:
+        self._changed, self._used, self._token = changed, used, token
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._used[self._token] += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._used[self._token] -= 1
+            if not self._used[self._token]:
+                del self._used[self._token]
+            self._changed.notify_all()
+
+
+def _raise_refusal(peer: str, kind: AskKind, answer: Answer) -> None:
+    if answer.kind is AnswerKind.DONE:
+        return
+    if answer.kind is AnswerKind.UNKNOWN:
+        raise RegionUnknown(peer, "the key was withdrawn, or never offered to us")
+    if answer.kind is AnswerKind.NO_RIGHT:
+        raise AccessRefused(peer, f"the key does not give the right to {kind.name}")
+    if answer.kind is AnswerKind.OUT_OF_BOUNDS:
+        raise AccessRefused(peer, "a piece is outside of the window")
+    raise StorageFailed(f"storage of {peer}", kind.name.lower(), answer.reason)

@@ -1,0 +1,1 @@
+"""What a machine is made of, as far as moving bytes goes."""
