@@ -20,7 +20,7 @@ from configs.schema import TransferConfig, TransferTls
 from tests.support.certificates import Authority
 from tests.support.engines import eventually, new_engine
 from transfer import HandshakeRefused
-from transfer.connections.tls import Credentials
+from transfer.tls import Credentials
 
 SOON_S = 20.0
 NOW = datetime.now(UTC)
@@ -101,7 +101,7 @@ def test_a_configuration_file_is_told_the_setting_and_the_line(
     with pytest.raises(ConfigError) as caught:
         load_config(file, environ={})
     (problem,) = caught.value.problems
-    assert problem.name == "transfer.connections.tls.certificate"
+    assert problem.name == "transfer.tls.certificate"
     assert problem.origin.endswith("own.yaml:5") or "5" in problem.origin
     assert "cannot be read" in problem.expected
 
