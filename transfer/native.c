@@ -280,6 +280,7 @@ enum { MAY_READ = 1, MAY_WRITE = 2 };
 #define SMALL_BYTES (64 << 10)
 #define SMALL_STEP_BYTES (64 << 10)
 #define SMALL_MEMORY_NS 20000000
+#define LOW_WATER_BYTES_MIN (96 << 10)
 #define EVIDENCE_BYTES 128
 
 typedef struct {
@@ -418,6 +419,7 @@ static ssize_t send_places(int fd, const struct iovec *head, Places *places, siz
 /* The receiving half of a connection: bytes taken ahead, and where the next ones belong. */
 typedef struct {
     int fd;
+    int low_water;     /* so many bytes make it readable; 0 = any */
     size_t start, end; /* of `ahead` */
     uint8_t ahead[AHEAD_BYTES];
 } Input;
@@ -436,6 +438,20 @@ static size_t land_ahead(Input *input, Places *places)
         consume(places, n);
     }
     return moved;
+}
+
+/* Before a sleep: of a long payload a step's bytes shall come before the thread is woken. It would
+ * overtake the sender else, and be woken for each packet, which costs the sender most. Its end, or
+ * a failure, wakes at once. */
+static void set_low_water(Input *input, size_t remaining)
+{
+    size_t wanted = remaining < STEP_BYTES ? remaining : STEP_BYTES;
+    int low_water = wanted > LOW_WATER_BYTES_MIN ? (int)wanted : 0;
+    if (low_water == input->low_water)
+        return;
+    input->low_water = low_water;
+    /* Where the kernel does not know it, it wakes more often. */
+    (void)setsockopt(input->fd, SOL_SOCKET, SO_RCVLOWAT, &low_water, sizeof low_water);
 }
 
 enum { MORE, DRY, ENDED, FAILED };
@@ -698,6 +714,7 @@ static short enter_poll(Lane *lane, int *fd, bool *busy)
     if (!lane->closed) {
         lane->users++;
         *fd = lane->input.fd;
+        set_low_water(&lane->input, lane->landing ? lane->first->in.nbytes : 0);
         /* An idle one is looked at too: the other side may have closed it. */
         events = (short)(POLLIN | (lane->sending ? POLLOUT : 0));
         *busy |= lane->in_flight != 0;
@@ -1810,6 +1827,8 @@ static const char *serve(Server *server, Connection *connection)
 
 static void update_interest(Server *server, Connection *connection)
 {
+    set_low_water(&connection->input,
+                  connection->stage == LANDING ? connection->places.nbytes : 0);
     uint32_t wanted = has_output(connection) ? EPOLLOUT : EPOLLIN;
     if (connection->stage == ASKING)
         wanted = 0;

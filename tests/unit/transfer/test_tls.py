@@ -20,7 +20,7 @@ from configs.schema import TransferConfig, TransferTls
 from tests.support.certificates import Authority
 from tests.support.engines import eventually, new_engine
 from transfer import HandshakeRefused
-from transfer.tls import Credentials
+from transfer.connections.tls import Credentials
 
 SOON_S = 20.0
 NOW = datetime.now(UTC)
