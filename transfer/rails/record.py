@@ -18,6 +18,8 @@ SAMPLE_WEIGHT: Final = 0.3
 # Without any completion for so long, while bytes are out, a rail is stalled.
 STALL_S: Final = 0.03
 STALL_S_MAX: Final = 1.0
+# Without a false alarm for so long, half of the patience gained by the last one is enough.
+CALM_S: Final = 1.0
 # Where the link has to end for it, a false alarm costs more: patience begins here, and doubles.
 STALL_S_ENDING: Final = 0.2
 # A slow rail is given so many times the time that a slice should take on it.
@@ -44,7 +46,9 @@ class RailRecord:
         measured_at: time of the last sample, or of the last try to get one.
         progressed_at: time of the last completion, or of the post that ended its idleness.
         cooling_until: when it may be opened, or tried, again.
-        stall_s: its patience; grows if a stall was a false alarm.
+        stall_s: its patience; grows if a stall was a false alarm, and comes back to
+            `stall_s_min` in time.
+        alarmed_at: time of the last such change.
         failed_at, evidence: when and why it failed last.
         bytes_done, slices_done, failures, retries: totals; a retry is a slice it lost.
     """
@@ -65,6 +69,8 @@ class RailRecord:
     cooling_until: float = 0.0
     backoff_s: float = BACKOFF_S
     stall_s: float = STALL_S
+    stall_s_min: float = STALL_S
+    alarmed_at: float = 0.0
     stalled: bool = False
     bytes_done: int = 0
     slices_done: int = 0
@@ -124,6 +130,10 @@ class RailRecord:
         if self.stalled:  # only late: be more patient with it
             self.stalled = False
             self.stall_s = min(2 * self.stall_s, STALL_S_MAX)
+            self.alarmed_at = now
+        elif self.stall_s > self.stall_s_min and now - self.alarmed_at > CALM_S:
+            self.stall_s = max(self.stall_s / 2, self.stall_s_min)
+            self.alarmed_at = now
         self.state = RailState.HEALTHY
         self.backoff_s = BACKOFF_S
         self._measure(part.nbytes, now)

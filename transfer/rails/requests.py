@@ -326,6 +326,7 @@ class Requests:
             self.express = link.orders_immediates
             rail.repeats = link.drops_late_writes
             if not rail.repeats:
+                rail.stall_s_min = STALL_S_ENDING
                 rail.stall_s = max(rail.stall_s, STALL_S_ENDING)
             self._core.opened(rail)
             self._pump(now)

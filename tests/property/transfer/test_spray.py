@@ -14,6 +14,7 @@ from transfer.handle import Transfer
 from transfer.pieces import EMPTY
 from transfer.priority import Priority
 from transfer.rails.rail import RailState
+from transfer.rails.record import RailRecord
 from transfer.rails.slices import Operation, Slice
 from transfer.rails.spray import SprayCore
 from transfer.wire import RequestKind
@@ -259,3 +260,24 @@ def test_rails_carry_what_they_can(ratio: float) -> None:
     ideal = count * 512 * KIB / (slow * (1 + ratio))
     took = max(at for at, _ in simulation.done)
     assert took < 1.35 * ideal + 2 * TICK_S + 0.01, (ratio, took, ideal)
+
+
+def test_patience_that_a_false_alarm_has_bought_wears_off() -> None:
+    record = RailRecord(idx=0)
+    start = record.stall_s
+    parts = iter(operation(Priority.WEIGHTS, [KIB] * 40).slices)
+
+    def complete(now: float) -> None:
+        part = next(parts)
+        record.post(part, now)
+        record.complete(part, now)
+
+    for now in (1.0, 1.1):
+        record.suspect()
+        complete(now)
+    assert record.stall_s == 4 * start
+    complete(1.5)
+    assert record.stall_s == 4 * start
+    for now in (3.0, 5.0, 7.0, 9.0):
+        complete(now)
+    assert record.stall_s == start
