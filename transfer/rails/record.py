@@ -18,6 +18,8 @@ SAMPLE_WEIGHT: Final = 0.3
 # Without any completion for so long, while bytes are out, a rail is stalled.
 STALL_S: Final = 0.03
 STALL_S_MAX: Final = 1.0
+# What moves again so soon had not failed. Later, a cable may have been plugged in again.
+FALSE_ALARM_S: Final = 0.2
 # Without a false alarm for so long, half of the patience gained by the last one is enough.
 CALM_S: Final = 1.0
 # Where the link has to end for it, a false alarm costs more: patience begins here, and doubles.
@@ -49,6 +51,7 @@ class RailRecord:
         stall_s: its patience; grows if a stall was a false alarm, and comes back to
             `stall_s_min` in time.
         alarmed_at: time of the last such change.
+        cooled_at: when it was taken out of use last.
         failed_at, evidence: when and why it failed last.
         bytes_done, slices_done, failures, retries: totals; a retry is a slice it lost.
     """
@@ -71,6 +74,7 @@ class RailRecord:
     stall_s: float = STALL_S
     stall_s_min: float = STALL_S
     alarmed_at: float = 0.0
+    cooled_at: float = float("-inf")
     stalled: bool = False
     bytes_done: int = 0
     slices_done: int = 0
@@ -129,8 +133,9 @@ class RailRecord:
         self.progressed_at = now
         if self.stalled:  # only late: be more patient with it
             self.stalled = False
-            self.stall_s = min(2 * self.stall_s, STALL_S_MAX)
-            self.alarmed_at = now
+            if now - self.cooled_at < FALSE_ALARM_S:
+                self.stall_s = min(2 * self.stall_s, STALL_S_MAX)
+                self.alarmed_at = now
         elif self.stall_s > self.stall_s_min and now - self.alarmed_at > CALM_S:
             self.stall_s = max(self.stall_s / 2, self.stall_s_min)
             self.alarmed_at = now
@@ -144,6 +149,7 @@ class RailRecord:
         A link that stands keeps its slices: they may yet come to their end.
         """
         self.failures += 1
+        self.cooled_at = now
         self.failed_at = now
         self.state = RailState.COOLING
         self.cooling_until = now + self.backoff_s

@@ -272,12 +272,17 @@ def test_patience_that_a_false_alarm_has_bought_wears_off() -> None:
         record.post(part, now)
         record.complete(part, now)
 
-    for now in (1.0, 1.1):
+    record.cool(0.5)
+    record.suspect()
+    complete(0.5 + 2.0)
+    assert record.stall_s == start, "that was no false alarm"
+    for now in (3.0, 3.1):
+        record.cool(now)
         record.suspect()
-        complete(now)
+        complete(now + 0.01)
     assert record.stall_s == 4 * start
-    complete(1.5)
+    complete(3.5)
     assert record.stall_s == 4 * start
-    for now in (3.0, 5.0, 7.0, 9.0):
+    for now in (5.0, 7.0, 9.0, 11.0):
         complete(now)
     assert record.stall_s == start
