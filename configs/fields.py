@@ -85,6 +85,8 @@ def _setting(name: str, field: FieldInfo) -> Setting:
     is_union = typing.get_origin(field.annotation) in (Union, types.UnionType)
     optional = is_union and types.NoneType in members
     kind = next(m for m in members if m is not types.NoneType) if optional else field.annotation
+    if typing.get_origin(kind) is tuple:
+        kind = _without_bounds(kind)
     return Setting(
         name=name,
         kind=kind,
@@ -94,6 +96,14 @@ def _setting(name: str, field: FieldInfo) -> Setting:
         expected=_expected(kind, field, optional=optional),
         description=field.description or "",
     )
+
+
+def _without_bounds(kind: Any) -> Any:
+    """A list of texts whose lengths are bounded is read as any list of texts."""
+    member = typing.get_args(kind)[0]
+    if typing.get_origin(member) is typing.Annotated:
+        member = typing.get_args(member)[0]
+    return tuple[member, ...]
 
 
 def _expected(kind: Any, field: FieldInfo, *, optional: bool) -> str:

@@ -18,6 +18,9 @@ from configs.fields import Setting
 from configs.fields import settings as known_settings
 from configs.render import to_yaml
 
+# What has to name real files is tested with real ones.
+FILES = ("transfer.tls.",)
+ENDPOINT = st.sampled_from(["tcp://127.0.0.1:*", "tcp://[::1]:5557", "ipc:///m/events"])
 # Surrogates are no text; line ends and other controls are not part of a one-line value.
 TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1, max_size=12)
 PATH = st.text("abcXYZ09 -_.é#:'\"", min_size=1, max_size=12).map(lambda text: Path("/m") / text)
@@ -42,8 +45,10 @@ def bounds(setting: Setting) -> tuple[float, float, bool]:
 
 def values(setting: Setting) -> st.SearchStrategy[Any]:
     low, high, exclusive = bounds(setting)
-    if setting.kind is bool:
-        strategy: st.SearchStrategy[Any] = st.booleans()
+    if setting.name.endswith("endpoint"):
+        strategy: st.SearchStrategy[Any] = ENDPOINT
+    elif setting.kind is bool:
+        strategy = st.booleans()
     elif setting.kind is int:
         strategy = st.integers(int(low), int(high))
     elif setting.kind is float:
@@ -64,6 +69,8 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
 def configurations(draw: st.DrawFn) -> RuntimeConfig:
     nested: dict[str, Any] = {}
     for name, setting in known_settings().items():
+        if name.startswith(FILES):
+            continue
         *parents, key = name.split(".")
         if setting.required or draw(st.booleans()):
             table = nested
