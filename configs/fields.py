@@ -100,10 +100,10 @@ def _setting(name: str, field: FieldInfo) -> Setting:
 
 def _without_bounds(kind: Any) -> Any:
     """A list of texts whose lengths are bounded is read as any list of texts."""
-    member = typing.get_args(kind)[0]
+    member: Any = typing.get_args(kind)[0]
     if typing.get_origin(member) is typing.Annotated:
         member = typing.get_args(member)[0]
-    return tuple[member, ...]
+    return types.GenericAlias(tuple, (member, ...))
 
 
 def _expected(kind: Any, field: FieldInfo, *, optional: bool) -> str:
