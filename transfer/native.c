@@ -696,8 +696,11 @@ static void move_lane(Lane *lane, int events, Finished *finished)
     if (!lane->closed) {
         if (events & POLLOUT)
             send_jobs(lane);
-        if (events & ~POLLOUT)
+        if (events & ~POLLOUT) {
             receive_replies(lane, finished);
+            /* Whoever waits next, here or in an epoll: for no more than is still to come. */
+            set_low_water(&lane->input, lane->landing ? lane->first->in.nbytes : 0);
+        }
     }
     pthread_mutex_unlock(&lane->mutex);
 }
@@ -716,7 +719,6 @@ static short enter_poll(Lane *lane, int *fd, bool *busy)
     if (!lane->closed) {
         lane->users++;
         *fd = lane->input.fd;
-        set_low_water(&lane->input, lane->landing ? lane->first->in.nbytes : 0);
         /* An idle one is looked at too: the other side may have closed it. */
         events = (short)(POLLIN | (lane->sending ? POLLOUT : 0));
         *busy |= lane->in_flight != 0;
