@@ -376,6 +376,7 @@ class Coordinator:
 
     def _note_change(self, view: View, noticed: float) -> None:
         now = self._clock()
+        noticed = min(noticed, self._committed_at)  # a joiner hears of what is agreed already
         self.last_change = ViewChange(
             epoch=view.epoch,
             noticed_s=noticed,

@@ -113,12 +113,15 @@ class EventLoop:
         self._wake()
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Run `function` on the thread within a tick or two, without waking it now.
+        """Run `function` on the thread within milliseconds, without waking it now.
 
         For what somebody else will most likely have done by then.
         """
         self._later.append(function)
-        self._alarm.set(SOON_S)
+        # The first sets the alarm: later ones must not put it off. The thread empties the queue,
+        # so whoever comes when it has looked for the last time is a first one again.
+        if len(self._later) == 1:
+            self._alarm.set(SOON_S)
 
     def ask(self, function: Callable[[], T], timeout_s: float = JOIN_S) -> T:
         """Run `function` on the thread and return its result; runs at once on the thread itself.
@@ -183,7 +186,7 @@ class EventLoop:
                 os.eventfd_read(self._wakeup)
             elif fd == self._alarm.fileno():
                 self._alarm.clear()
-                for _ in range(len(self._later)):
+                while self._later:
                     self._later.popleft()()
             elif (handler := self._handlers.get(fd)) is not None:
                 handler(events)

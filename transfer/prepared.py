@@ -41,7 +41,6 @@ class InPlace:
             PeerLost: it is gone.
         """
         check_integer("nbytes", nbytes, 0, self.array.size)
-        check_integer("an immediate", immediate, 0, IMMEDIATE_MAX)
         _check_post(immediate, timeout_s, write=True)
         return self._mover.account(
             self._link, nbytes, immediate, None, write=True, timeout_s=timeout_s

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from dispatch.kernels.language import jit, tl
+from dispatch.kernels.operands import FLOATS, IDS, check_member, check_operand, check_range
 
 LOWEST = -(2**31)  # below the key of every score
 
@@ -50,6 +51,26 @@ def best_of(
         picked = tl.where(column == k, there, picked)
         key = tl.where(position == best, LOWEST, key)
     return chosen, picked
+
+
+def check_choice(router_logits: torch.Tensor, topk: int, id_dtype: torch.dtype) -> None:
+    """Accept what a choice among all experts is made from.
+
+    Raises:
+        InputInvalid: Logits, K or the type of ids.
+    """
+    check_operand("router_logits", router_logits, (None, None), FLOATS)
+    check_range("topk", topk, 1, router_logits.shape[1])
+    check_member("id_dtype", id_dtype, IDS)
+
+
+def new_choice(
+    router_logits: torch.Tensor, topk: int, id_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return topk_ids [T, K] and topk_weights [T, K] fp32 to be written into."""
+    shape = len(router_logits), topk
+    ids = router_logits.new_empty(shape, dtype=id_dtype)
+    return ids, router_logits.new_empty(shape, dtype=torch.float32)
 
 
 def best_first_torch(scores: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,9 @@ from dispatch.kernels.grouped_tiles import (
     GemmTiles,
     architecture,
     check_bounds,
+    first_step,
+    load_step,
+    store_tile,
     tile_of_program,
 )
 from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
@@ -64,28 +67,18 @@ def _grouped_gemm_kernel(
         return
     row = first + tl.arange(0, BLOCK_M)
     column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     # Lanes past the edge read the first row or column again: no mask in the loop.
     safe_row = tl.where(row < end, row, first)
-    safe_column = tl.where(column < num_columns, column, 0).to(tl.int64)
-    expert_column = expert.to(tl.int64) * num_columns + safe_column
-    row_ptrs = rows_ptr + safe_row[:, None] * depth + k[None, :]
-    weight_ptrs = weights_ptr + expert_column[None, :] * depth + k[:, None]
+    row_ptrs, weight_ptrs = first_step(
+        rows_ptr, weights_ptr, expert, safe_row, column, num_columns, depth, BLOCK_K
+    )
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(tl.cdiv(depth, BLOCK_K)):
-        if WHOLE_K:
-            a = tl.load(row_ptrs)
-            b = tl.load(weight_ptrs)
-        else:
-            left = depth - step * BLOCK_K
-            a = tl.load(row_ptrs, mask=k[None, :] < left, other=0.0)
-            b = tl.load(weight_ptrs, mask=k[:, None] < left, other=0.0)
+        a, b = load_step(row_ptrs, weight_ptrs, depth - step * BLOCK_K, WHOLE_K, BLOCK_K)
         total = tl.dot(a, b, total)
         row_ptrs += BLOCK_K
         weight_ptrs += BLOCK_K
-    target = out_ptr + row[:, None] * num_columns + column[None, :]
-    inside = (row < end)[:, None] & (column < num_columns)[None, :]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
+    store_tile(out_ptr, total, row, end, column, num_columns)
 
 
 def gemm_tiles(num_rows: int, num_experts: int, depth: int, kind: Architecture) -> GemmTiles:

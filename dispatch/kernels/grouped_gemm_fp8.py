@@ -29,10 +29,13 @@ from dispatch.kernels.grouped_tiles import (
     GemmTiles,
     architecture,
     check_bounds,
+    first_step,
+    load_step,
+    store_tile,
     tile_of_program,
 )
 from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
-from dispatch.kernels.operands import check_operand, check_range, runs_kernel
+from dispatch.kernels.operands import check_member, check_operand, check_range, runs_kernel
 
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 E4M3 = (torch.float8_e4m3fn,)
@@ -70,13 +73,11 @@ def _grouped_gemm_fp8_kernel(
         return
     row = first + tl.arange(0, BLOCK_M)
     column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     # Lanes past the edge read the first row or column again: no mask in the loop.
     safe_row = tl.where(row < end, row, first)
-    safe_column = tl.where(column < num_columns, column, 0).to(tl.int64)
-    expert_column = expert.to(tl.int64) * num_columns + safe_column
-    row_ptrs = rows_ptr + safe_row[:, None] * depth + k[None, :]
-    weight_ptrs = weights_ptr + expert_column[None, :] * depth + k[:, None]
+    row_ptrs, weight_ptrs = first_step(
+        rows_ptr, weights_ptr, expert, safe_row, column, num_columns, depth, BLOCK_K
+    )
     num_blocks = tl.cdiv(depth, BLOCK_K)
     row_scale_ptrs = row_scales_ptr + safe_row * num_blocks
     # A tile lies within one block of N, so one number scales all its columns.
@@ -84,20 +85,12 @@ def _grouped_gemm_fp8_kernel(
     weight_scale_ptr = weight_scales_ptr + expert_block * num_blocks
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for j in range(num_blocks):
-        if WHOLE_K:
-            a = tl.load(row_ptrs)
-            b = tl.load(weight_ptrs)
-        else:
-            left = depth - j * BLOCK_K
-            a = tl.load(row_ptrs, mask=k[None, :] < left, other=0.0)
-            b = tl.load(weight_ptrs, mask=k[:, None] < left, other=0.0)
+        a, b = load_step(row_ptrs, weight_ptrs, depth - j * BLOCK_K, WHOLE_K, BLOCK_K)
         scale = tl.load(row_scale_ptrs + j) * tl.load(weight_scale_ptr + j)
         total += tl.dot(a, b) * scale[:, None]
         row_ptrs += BLOCK_K
         weight_ptrs += BLOCK_K
-    target = out_ptr + row[:, None] * num_columns + column[None, :]
-    inside = (row < end)[:, None] & (column < num_columns)[None, :]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
+    store_tile(out_ptr, total, row, end, column, num_columns)
 
 
 def gemm_fp8_tiles(num_rows: int, num_experts: int, depth: int, kind: Architecture) -> GemmTiles:
@@ -152,7 +145,7 @@ def grouped_gemm_fp8(
     due = (num_experts, cdiv(num_columns, FP8_BLOCK), num_blocks)
     check_operand("weight_scales", weight_scales, due, FP32, device=device)
     check_bounds(bounds, num_rows, num_experts, device)
-    check_range("out_dtype", RESULTS.index(out_dtype) if out_dtype in RESULTS else -1, 0, 2)
+    check_member("out_dtype", out_dtype, RESULTS)
     if not runs_kernel(device):
         return grouped_gemm_fp8_torch(
             rows, row_scales, weights, weight_scales, bounds, out_dtype=out_dtype

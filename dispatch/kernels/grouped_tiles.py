@@ -132,3 +132,54 @@ def tile_of_program(
     begin = tl.sum(tl.where(experts == expert, begins, 0), 0).to(tl.int64)
     end = tl.sum(tl.where(experts == expert, ends, 0), 0).to(tl.int64)
     return expert, begin + within * BLOCK_M, end, n_tile
+
+
+@jit
+def first_step(
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    expert: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    num_columns: tl.tensor,
+    depth: tl.tensor,
+    BLOCK_K: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where the first BLOCK_K columns of the tile's rows and of its weights lie."""
+    k = tl.arange(0, BLOCK_K)
+    safe_column = tl.where(column < num_columns, column, 0).to(tl.int64)
+    expert_column = expert.to(tl.int64) * num_columns + safe_column
+    row_ptrs = rows_ptr + row[:, None] * depth + k[None, :]
+    return row_ptrs, weights_ptr + expert_column[None, :] * depth + k[:, None]
+
+
+@jit
+def load_step(
+    row_ptrs: tl.tensor,
+    weight_ptrs: tl.tensor,
+    left: tl.tensor,
+    WHOLE_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Read one step of both; past the `left` columns of the input there are zeros."""
+    if WHOLE_K:
+        return tl.load(row_ptrs), tl.load(weight_ptrs)
+    else:
+        k = tl.arange(0, BLOCK_K)
+        a = tl.load(row_ptrs, mask=k[None, :] < left, other=0.0)
+        return a, tl.load(weight_ptrs, mask=k[:, None] < left, other=0.0)
+
+
+@jit
+def store_tile(
+    out_ptr: tl.tensor,
+    total: tl.tensor,
+    row: tl.tensor,
+    end: tl.tensor,
+    column: tl.tensor,
+    num_columns: tl.tensor,
+) -> None:
+    """Write what of a tile lies within the expert's rows and the result's columns."""
+    target = out_ptr + row[:, None] * num_columns + column[None, :]
+    inside = (row < end)[:, None] & (column < num_columns)[None, :]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)

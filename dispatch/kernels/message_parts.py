@@ -44,6 +44,29 @@ def rows_begin(
 
 
 @jit
+def row_targets(
+    token: tl.tensor,
+    token_rows_ptr: tl.tensor,
+    targets_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    slot_bounds_ptr: tl.tensor,
+    choice_bounds_ptr: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Where one token's row goes, [BLOCK_K] each: number of the row in its message, member,
+    whether it is sent at all, byte at which that message's rows begin.
+    """
+    k = tl.arange(0, BLOCK_K)
+    number = tl.load(token_rows_ptr + token * K + k, mask=k < K, other=-1)
+    member = tl.load(targets_ptr + token * K + k, mask=number >= 0, other=0)
+    offset = tl.load(offsets_ptr + member, mask=number >= 0, other=-1)
+    sent = offset >= 0
+    begin = rows_begin(offset, member, sent, slot_bounds_ptr, choice_bounds_ptr)
+    return number.to(tl.int64), member, sent, begin
+
+
+@jit
 def write_choices(
     token: tl.tensor,
     words_ptr: tl.tensor,

@@ -20,7 +20,7 @@ import torch
 from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
 from dispatch.kernels.message_parts import (
     check_messages,
-    rows_begin,
+    row_targets,
     write_choices,
     write_head,
     write_parts_torch,
@@ -66,13 +66,12 @@ def _pack_kernel(
             source = tl.multiple_of(source, 2)
         row = tl.load(rows_ptr + source + column, mask=column < row_words)
         k = tl.arange(0, BLOCK_K)
-        number = tl.load(token_rows_ptr + token * K + k, mask=k < K, other=-1)
-        member = tl.load(targets_ptr + token * K + k, mask=number >= 0, other=0)
-        offset = tl.load(offsets_ptr + member, mask=number >= 0, other=-1)
-        sent = offset >= 0
-        begin = rows_begin(offset, member, sent, slot_bounds_ptr, choice_bounds_ptr)
+        number, _, sent, begin = row_targets(
+            token, token_rows_ptr, targets_ptr, offsets_ptr, slot_bounds_ptr, choice_bounds_ptr,
+            K, BLOCK_K,
+        )  # fmt: skip
         # In pairs of words, where a row has whole ones: then 16 bytes are moved at a time.
-        at = (begin // WORD_BYTES + number.to(tl.int64) * row_words) // UNIT
+        at = (begin // WORD_BYTES + number * row_words) // UNIT
         at = tl.where(sent, at, -1)
         for choice in range(K):
             target = tl.sum(tl.where(k == choice, at, 0), 0)

@@ -18,7 +18,7 @@ from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
 from dispatch.kernels.message_parts import (
     check_messages,
     round_up,
-    rows_begin,
+    row_targets,
     scales_offset,
     write_choices,
     write_head,
@@ -63,11 +63,10 @@ def _pack_fp8_kernel(
         narrow, scale = quantised(values.to(tl.float32), UE8M0)
         bits = tl.reshape(scale.to(tl.int32, bitcast=True), (GROUPS,))
         k = tl.arange(0, BLOCK_K)
-        number = tl.load(token_rows_ptr + token * K + k, mask=k < K, other=-1).to(tl.int64)
-        member = tl.load(targets_ptr + token * K + k, mask=number >= 0, other=0)
-        offset = tl.load(offsets_ptr + member, mask=number >= 0, other=-1)
-        sent = offset >= 0
-        begin = rows_begin(offset, member, sent, slot_bounds_ptr, choice_bounds_ptr)
+        number, member, sent, begin = row_targets(
+            token, token_rows_ptr, targets_ptr, offsets_ptr, slot_bounds_ptr, choice_bounds_ptr,
+            K, BLOCK_K,
+        )  # fmt: skip
         rows = tl.load(row_bounds_ptr + member + 1, mask=sent, other=0).to(tl.int64)
         rows -= tl.load(row_bounds_ptr + member, mask=sent, other=0)
         scales = round_up(begin + rows * hidden) // SCALE_BYTES + number * groups_of_row

@@ -23,7 +23,13 @@ from __future__ import annotations
 import torch
 
 from dispatch.errors import InputInvalid
-from dispatch.kernels.expert_order import LOWEST, best_first_torch, best_of, order_key
+from dispatch.kernels.expert_order import (
+    LOWEST,
+    best_first_torch,
+    best_of,
+    new_choice,
+    order_key,
+)
 from dispatch.kernels.language import jit, launch, power_of_two, tl
 from dispatch.kernels.operands import (
     FLOATS,
@@ -163,8 +169,7 @@ def sigmoid_topk(
             scale=scale,
             id_dtype=id_dtype,
         )
-    ids = router_logits.new_empty((num_tokens, topk), dtype=id_dtype)
-    weights = router_logits.new_empty((num_tokens, topk), dtype=torch.float32)
+    ids, weights = new_choice(router_logits, topk, id_dtype)
     launch(
         _sigmoid_topk_kernel,
         (num_tokens,),

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import torch
 
-from dispatch.kernels.expert_order import LOWEST, best_first_torch, best_of, order_key
-from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
-from dispatch.kernels.operands import (
-    FLOATS,
-    IDS,
-    check_member,
-    check_operand,
-    check_range,
-    runs_kernel,
+from dispatch.kernels.expert_order import (
+    LOWEST,
+    best_first_torch,
+    best_of,
+    check_choice,
+    new_choice,
+    order_key,
 )
+from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
+from dispatch.kernels.operands import runs_kernel
 
 TILE = 2048  # logits of one program
 
@@ -89,14 +89,11 @@ def softmax_topk(
         InputInvalid: A shape, type or number is not as stated; nothing was started.
         KernelsUnavailable: No kernels for this device.
     """
-    check_operand("router_logits", router_logits, (None, None), FLOATS)
+    check_choice(router_logits, topk, id_dtype)
     num_tokens, num_experts = router_logits.shape
-    check_range("topk", topk, 1, num_experts)
-    check_member("id_dtype", id_dtype, IDS)
     if not runs_kernel(router_logits.device):
         return softmax_topk_torch(router_logits, topk, renormalise=renormalise, id_dtype=id_dtype)
-    ids = router_logits.new_empty((num_tokens, topk), dtype=id_dtype)
-    weights = router_logits.new_empty((num_tokens, topk), dtype=torch.float32)
+    ids, weights = new_choice(router_logits, topk, id_dtype)
     block_e = power_of_two(num_experts)
     block_t = max(1, TILE // block_e // 2)
     launch(

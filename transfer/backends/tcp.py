@@ -51,14 +51,12 @@ class _Entry:
     Attributes:
         interest: what the engine's thread waits for.
         leader: identity of the thread that leads it, 0 = none.
-        alone: the lane, as the only one to be moved.
     """
 
     lane: LaneLike
     urgent: bool
     interest: int
     leader: int = 0
-    alone: tuple[LaneLike, ...] = ()
 
 
 class TcpRail:
@@ -114,9 +112,7 @@ class TcpRail:
         """Send a slice over the least busy lane of its kind."""
         urgent = part.urgent
         with self._lock:
-            entry = self._sole[urgent]
-            if entry is None or (not urgent and self._num_carried[False] > 1):
-                entry = self._choose(urgent)
+            entry = self._least_busy(urgent)
             if entry is not None and self._send(entry.lane, part):
                 self._carried[part] = entry
                 self._num_carried[entry.urgent] += 1
@@ -131,9 +127,7 @@ class TcpRail:
         """Send a small one, take a large one."""
         urgent = message.priority is Priority.ACTIVATIONS
         with self._lock:
-            entry = self._sole[urgent]
-            if entry is None or (not urgent and self._num_carried[False] > 1):
-                entry = self._choose(urgent)
+            entry = self._least_busy(urgent)
             if entry is None or not entry.lane.post_message(
                 message, WRITE if message.writes else READ, message.immediate,
                 message.transfer_id, message.oldest, message.token,
@@ -175,11 +169,11 @@ class TcpRail:
             entry.leader = threading.get_ident()
             if entry.interest:
                 self._watch(entry, 0)
-        finished = self._kind.progress(entry.alone, DRIVE_S)
+        finished = self._kind.progress((entry.lane,), DRIVE_S)
         with self._lock:
             entry.leader = 0
             if entry.lane.in_flight:
-                self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+                self._hand_over(entry)
         self._report(finished, () if finished else (entry,))
 
     def leave(self) -> None:
@@ -192,7 +186,7 @@ class TcpRail:
         with self._lock:
             for entry in self._entries:
                 if not entry.leader:
-                    self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+                    self._hand_over(entry)
 
     def _attend_left(self) -> None:
         """Nobody has waited for a moment: see to what is under way without a leader."""
@@ -232,6 +226,12 @@ class TcpRail:
             self._first.close()
         for entry in self._entries:
             entry.lane.abandon()
+
+    def _least_busy(self, urgent: bool) -> _Entry | None:
+        entry = self._sole[urgent]
+        if entry is None or (not urgent and self._num_carried[False] > 1):
+            return self._choose(urgent)
+        return entry
 
     def _choose(self, urgent: bool) -> _Entry | None:
         if self._first is not None:
@@ -294,14 +294,18 @@ class TcpRail:
             if entry.leader == me and entry not in kept:
                 entry.leader = 0
                 if entry.lane.in_flight:
-                    self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+                    self._hand_over(entry)
+
+    def _hand_over(self, entry: _Entry) -> None:
+        """Let the engine's thread move what is under way on a lane."""
+        self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
 
     def _on_event(self, entry: _Entry, events: int) -> None:
         """The engine's thread: a lane is ready, and nobody leads it (or it has ended)."""
         self._report(self._kind.progress([entry.lane], 0.0), [entry])
         with self._lock:
             if entry in self._entries and not (entry.leader and entry.lane.in_flight):
-                self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+                self._hand_over(entry)
 
     def _report(self, finished: Sequence[Finished], entries: Iterable[_Entry]) -> None:
         done = []
@@ -343,8 +347,7 @@ class TcpRail:
     def _add(self, sock: socket.socket, urgent: bool) -> None:
         with suppress(OSError):  # it broke already, as its lane will say
             tune(sock)
-        lane = self._kind.make(sock)
-        entry = _Entry(lane, urgent, READABLE, alone=(lane,))
+        entry = _Entry(self._kind.make(sock), urgent, READABLE)
         self._entries.append(entry)
         self._count_lanes()
         self._loop.watch(entry.lane, partial(self._on_event, entry), READABLE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from transfer.handle import Transfer
 from transfer.memory.region import Region
@@ -39,7 +39,6 @@ class Express(Transfer):
         rail_idx: which rail it took.
         rails: tiers of rails that suit our memory, as of an `Operation`.
         oldest: lowest transfer id that was unfinished when it was posted.
-        way: the link that it was posted to.
         lane: what carries it; the link's own.
         part: its slice, once it was unfolded.
     """
@@ -48,7 +47,6 @@ class Express(Transfer):
     rail_idx = 0
     rails: tuple[tuple[int, ...], ...] = ()
     oldest = 0
-    way: ExpressLink | None = None
     lane: object = None
     part: Slice | None = None
 
@@ -81,8 +79,8 @@ class Express(Transfer):
 
     def wait(self, timeout_s: float | None = None) -> None:
         """As of any transfer; its lane is led the short way first."""
-        if not self._finished and timeout_s is None and self.way is not None:
-            self.way.lead(self)
+        if not self._finished and timeout_s is None and self.link is not None:
+            cast("ExpressLink", self.link).lead(self)
         super().wait(timeout_s)
 
     @property

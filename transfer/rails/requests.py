@@ -118,7 +118,7 @@ class Requests:
                 return False
             link = cast("ExpressLink", self._links[message.rail_idx])
             message.rail = link.rail
-            message.way = message.link = link
+            message.link = link
             if not link.post_express(message):
                 core.take_back(message)
                 return False
@@ -340,13 +340,12 @@ class Requests:
         ended: list[_Ended],
     ) -> None:
         operation = part.operation
-        if operation.transfer_id not in self._core.operations:
-            if rail is not None:
-                rail.complete(part, now)
+        is_known = operation.transfer_id in self._core.operations
+        if rail is not None and not (is_known and status is Status.OK):
+            rail.complete(part, now)
+        if not is_known:
             operation.drop_place()
         elif status is not Status.OK:
-            if rail is not None:
-                rail.complete(part, now)
             self.tally.add(operation.handle.backend, refused=1)
             ended.append(self._end(operation, refusal(operation.handle, status)))
         else:

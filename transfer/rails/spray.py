@@ -157,16 +157,15 @@ class SprayCore:
 
     def finish_express(self, message: Express) -> None:
         """It was answered, and well."""
-        del self.operations[message.transfer_id]
-        rail, nbytes = self.rails[message.rail_idx], message.nbytes
-        rail.drop(nbytes, message.priority is Priority.ACTIVATIONS)
+        self.take_back(message)
+        rail = self.rails[message.rail_idx]
         rail.slices_done += 1
-        rail.bytes_done += nbytes
+        rail.bytes_done += message.nbytes
         # Not later than now, and the clock need not be asked.
         rail.progressed_at = max(rail.progressed_at, message.started)
 
     def take_back(self, message: Express) -> None:
-        """It could not be posted."""
+        """It is not under way any more, or never was."""
         del self.operations[message.transfer_id]
         urgent = message.priority is Priority.ACTIVATIONS
         self.rails[message.rail_idx].drop(message.nbytes, urgent)
