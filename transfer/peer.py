@@ -91,10 +91,22 @@ class PeerLink:
 
     def rails(self, region: Region | None = None) -> list[RailStatistics]:
         """Return what is known about its rails, the best for a region first. Any thread."""
-        found = self.requests.rails(region)
-        if self.deputy is not None and self.deputy.requests is not None:
-            found += self.deputy.requests.rails(region)
-        return found
+        return [rail for requests in self._carriers for rail in requests.rails(region)]
+
+    @property
+    def num_failures(self) -> int:
+        """How often its rails have failed."""
+        return sum(requests.num_failures for requests in self._carriers)
+
+    @property
+    def num_slices_done(self) -> int:
+        """How many slices its rails have brought to their end."""
+        return sum(requests.num_slices_done for requests in self._carriers)
+
+    @property
+    def _carriers(self) -> list[Requests]:
+        deputy = self.deputy.requests if self.deputy is not None else None
+        return [self.requests] if deputy is None else [self.requests, deputy]
 
     def expire(self, now: float) -> None:
         """Fail what is late, over whatever rails. At every tick."""

@@ -136,10 +136,13 @@ def ask(engine: TransferEngine, chat: Chat, seconds: float, seed: int, chats: bo
                                         immediate=7, priority=Priority.WEIGHTS)  # fmt: skip
             except PeerLost as error:
                 errors.append(repr(error))
+                seconds = 0.0  # nobody is there any more: only what is under way is left
                 break
             transfer.when_done(note)
             under_way.append(transfer)
             posted += 1
+        if not under_way:
+            continue
         try:
             under_way.popleft().wait()
         except TransferError as error:

@@ -34,6 +34,7 @@ from transfer.memory.region import TOKEN_BYTES, OfferTable
 from transfer.memory.told_addresses import ToldAddresses
 from transfer.peer import LinkState, PeerLink, PeerTable
 from transfer.rails.opener import RailOpener
+from transfer.rails.place import fetch_place
 from transfer.rdma import Rdma
 from transfer.signals import SignalChannel
 from transfer.statistics import RailStatistics, Tally
@@ -241,7 +242,7 @@ class Links:
             dialed=dialed,
             session=greeted.session,
             requests=requests,
-            windows=Windows(name, fetch=requests.fetch_place),
+            windows=Windows(name, fetch=partial(fetch_place, requests)),
             locations=Locations(
                 name,
                 ask=lambda token: control.send(encode_control(ControlKind.LOCATE, token)),

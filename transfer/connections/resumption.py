@@ -229,7 +229,7 @@ class Resumptions:
 
     def _ask_after_failures(self, link: PeerLink) -> None:
         """What a rail has met may have met an idle control connection too."""
-        num_failures = sum(rail.failures for rail in link.rails())
+        num_failures = link.num_failures
         if self._num_failures.setdefault(link, num_failures) != num_failures:
             self._num_failures[link] = num_failures
             link.control.nudge()
@@ -252,7 +252,7 @@ class Resumptions:
         if not self._is_missed(link, resumption, now):
             self.forget(link)
             return
-        num_done = sum(rail.slices for rail in link.rails())
+        num_done = link.num_slices_done
         if self._num_done.setdefault(link, num_done) != num_done:
             self._num_done[link] = num_done
             resumption.progressed(now)

@@ -16,9 +16,8 @@ from typing import Final, cast
 
 from transfer.errors import TransferError
 from transfer.event_loop import EventLoop
-from transfer.handle import Transfer
 from transfer.memory.region import Region
-from transfer.pieces import EMPTY, Pieces
+from transfer.pieces import Pieces
 from transfer.priority import URGENT_BYTES_MAX, Priority
 from transfer.rails.express import Express
 from transfer.rails.outcomes import loss, refusal
@@ -59,7 +58,7 @@ class Requests:
         open_rail: Callable[[int, Callable[[RailLink | None], None]], None],
         orders_immediates: bool = True,
     ) -> None:
-        self._peer = peer
+        self.peer = peer
         self._orders_immediates = orders_immediates
         self._loop = loop
         self._open_rail = open_rail
@@ -128,25 +127,15 @@ class Requests:
             link.push(message)
         return True
 
-    def fetch_place(self, token: bytes, deadline: float) -> tuple[int, int, int]:
-        """Ask for the memory behind a key; waits. Any thread but the engine's.
+    @property
+    def num_failures(self) -> int:
+        """How often its rails have failed. A look, without the lock."""
+        return sum(rail.failures for rail in self._core.rails)
 
-        Returns:
-            Descriptor (the caller's), offset and size of the window.
-
-        Raises:
-            AccessRefused, RegionUnknown, PeerLost, TransferTimeout: the answer, or none.
-        """
-        handle = Transfer(
-            peer=self._peer, operation="map", backend="shared_memory", nbytes=0, deadline=deadline
-        )
-        operation = Operation(
-            kind=RequestKind.MAP, handle=handle, token=token, region=None, immediate=None
-        )
-        self.submit(operation, EMPTY)
-        handle.wait()
-        assert operation.place is not None
-        return operation.place
+    @property
+    def num_slices_done(self) -> int:
+        """How many slices its rails have brought to their end. A look, without the lock."""
+        return sum(rail.slices_done for rail in self._core.rails)
 
     def expire(self, now: float) -> None:
         """Fail what is late, move what has stalled, open what is to be opened. At every tick."""
@@ -203,7 +192,7 @@ class Requests:
         with self._lock:
             known = [rail for rail in self._core.rails if rail.name is not None]
             known.sort(key=lambda r: order.index(r.idx) if r.idx in order else len(order))
-            return [rail.statistics(self._peer) for rail in known]
+            return [rail.statistics(self.peer) for rail in known]
 
     def done(self, link: RailLink, finished: Sequence[tuple[Slice, Status]]) -> None:
         """Slices were answered by the owner."""
@@ -394,6 +383,6 @@ class Requests:
     def _tell(self, rail: RailRecord, evidence: str, again: Sequence[Slice]) -> None:
         rail.evidence = evidence
         logger.info("rail %s to %s: %s, %s slices sent again",
-                    rail.name, self._peer, evidence, len(again))  # fmt: skip
+                    rail.name, self.peer, evidence, len(again))  # fmt: skip
         over_verbs = rail.name is not None and rail.name.backend == "verbs"
         self.tally.add("verbs" if over_verbs else "tcp", resends=len(again))
