@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvstore.client import StoreClient as StoreClient
+    from kvstore.client.locations import PrefixHit as PrefixHit
+    from kvstore.client.store_client import StoreClient as StoreClient
+    from kvstore.client.write_through import WriteThrough as WriteThrough
     from kvstore.errors import Fenced as Fenced
     from kvstore.errors import InvariantViolated as InvariantViolated
     from kvstore.errors import KVStoreError as KVStoreError
@@ -23,14 +25,12 @@ if TYPE_CHECKING:
     from kvstore.keys import block_namespace as block_namespace
     from kvstore.keys import named_key as named_key
     from kvstore.keys import prefix_keys as prefix_keys
-    from kvstore.locations import PrefixHit as PrefixHit
-    from kvstore.master import MasterTiming as MasterTiming
-    from kvstore.master import StoreMaster as StoreMaster
-    from kvstore.master_server import MasterServer as MasterServer
-    from kvstore.messages import MasterStatistics as MasterStatistics
-    from kvstore.messages import PutOutcome as PutOutcome
-    from kvstore.node import StoreNode as StoreNode
-    from kvstore.write_through import WriteThrough as WriteThrough
+    from kvstore.master.master_server import MasterServer as MasterServer
+    from kvstore.master.store_master import MasterTiming as MasterTiming
+    from kvstore.master.store_master import StoreMaster as StoreMaster
+    from kvstore.node.store_node import StoreNode as StoreNode
+    from kvstore.wire.messages import MasterStatistics as MasterStatistics
+    from kvstore.wire.messages import PutOutcome as PutOutcome
 
 _HOME = {
     "Fenced": "errors",
@@ -39,18 +39,18 @@ _HOME = {
     "KVStoreError": "errors",
     "LeaseExpired": "errors",
     "MasterRefused": "errors",
-    "MasterServer": "master_server",
-    "MasterStatistics": "messages",
-    "MasterTiming": "master",
+    "MasterServer": "master.master_server",
+    "MasterStatistics": "wire.messages",
+    "MasterTiming": "master.store_master",
     "MasterUnavailable": "errors",
     "NodeUnreachable": "errors",
-    "PrefixHit": "locations",
-    "PutOutcome": "messages",
-    "StoreClient": "client",
+    "PrefixHit": "client.locations",
+    "PutOutcome": "wire.messages",
+    "StoreClient": "client.store_client",
     "StoreClosed": "errors",
-    "StoreMaster": "master",
-    "StoreNode": "node",
-    "WriteThrough": "write_through",
+    "StoreMaster": "master.store_master",
+    "StoreNode": "node.store_node",
+    "WriteThrough": "client.write_through",
     "block_namespace": "keys",
     "named_key": "keys",
     "prefix_keys": "keys",

@@ -12,7 +12,7 @@ import numpy as np
 
 from configs.schema import KVStoreConfig, TransferBackend, TransferConfig
 from kvstore import KVStoreError, MasterServer, StoreClient, StoreNode
-from kvstore import messages as m
+from kvstore.wire import messages as m
 from transfer import TransferEngine, TransferError, allocate
 
 START_S = 60.0

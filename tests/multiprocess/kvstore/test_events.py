@@ -20,7 +20,7 @@ import zmq
 from configs.kv_events import KVEventsConfig
 from configs.schema import KVStoreConfig
 from kvstore import MasterServer
-from kvstore import messages as m
+from kvstore.wire import messages as m
 
 WAIT_S = 90.0
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "kvstore.md"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis.stateful import invariant, precondition, rule
 
-from kvstore.events import Cleared, EventLog, Stored
-from kvstore.master import StoreMaster
+from kvstore.events.event_log import Cleared, EventLog, Stored
+from kvstore.master.store_master import StoreMaster
 from tests.property.test_kvstore_master import TIMING, MasterMachine
 
 FIRST = 1_000

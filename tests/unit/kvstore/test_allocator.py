@@ -5,8 +5,8 @@ import secrets
 
 import pytest
 
-from kvstore.allocator import ALIGNMENT, SegmentAllocator, padded
 from kvstore.errors import InvariantViolated
+from kvstore.master.allocator import ALIGNMENT, SegmentAllocator, padded
 
 
 def test_any_order_of_use_conserves_every_byte():

@@ -11,10 +11,7 @@ from pydantic import ValidationError
 from configs.kv_events import EventForm, KVEventsConfig
 from configs.schema import KVStoreConfig
 from kvstore import MasterServer
-from kvstore import messages as m
-from kvstore.event_publisher import EventPublisher
-from kvstore.event_replay import ReplayBuffer
-from kvstore.events import (
+from kvstore.events.event_log import (
     KEYS_PER_BATCH,
     Cleared,
     EventBatch,
@@ -24,6 +21,9 @@ from kvstore.events import (
     Stored,
     encode_changes,
 )
+from kvstore.events.publisher import EventPublisher
+from kvstore.events.replay import ReplayBuffer
+from kvstore.wire import messages as m
 from transfer.errors import ControlError
 
 ANY_PORTS = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from configs.schema import Eviction
-from kvstore import messages as m
 from kvstore.errors import InvariantViolated
-from kvstore.master import MasterTiming, StoreMaster
+from kvstore.master.store_master import MasterTiming, StoreMaster
+from kvstore.wire import messages as m
 
 TIMING = MasterTiming(lease_s=10.0, silence_s=9.0, put_s=30.0)
 BLOCK = 64

@@ -6,8 +6,8 @@ import secrets
 import numpy as np
 import xxhash
 
-from kvstore.messages import HeldBlocks
-from kvstore.node_index import NodeIndex
+from kvstore.node.node_index import NodeIndex
+from kvstore.wire.messages import HeldBlocks
 
 SIZE = 4096
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from kvstore.allocator import SegmentAllocator, padded
-from kvstore.block import Extent, ExtentState
 from kvstore.errors import InvariantViolated
 from kvstore.eviction import EvictionPolicy
+from kvstore.master.allocator import SegmentAllocator, padded
+from kvstore.master.block import Extent, ExtentState
 
 
 class Segment:

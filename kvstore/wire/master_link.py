@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from kvstore import messages as m
 from kvstore.errors import Fenced, MasterRefused, MasterUnavailable
+from kvstore.wire import messages as m
 from transfer.control import RpcClient
 from transfer.errors import RpcTimeout, TransferError
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvstore import messages as m
 from kvstore.errors import Fenced, KVStoreError, StoreClosed
-from kvstore.master_link import MasterLink
-from kvstore.node_index import NodeIndex
-from kvstore.peer_messages import (
+from kvstore.node.node_index import NodeIndex
+from kvstore.wire import messages as m
+from kvstore.wire.master_link import MasterLink
+from kvstore.wire.peer_messages import (
     TO_NODE,
     AskSegment,
     OfferSegment,

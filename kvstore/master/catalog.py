@@ -10,15 +10,15 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from kvstore.block import Block, Extent, ExtentState
-from kvstore.block_index import BlockIndex
 from kvstore.errors import InvariantViolated
-from kvstore.events import EventLog, Medium
-from kvstore.lease import LeaseTable
-from kvstore.messages import MasterStatistics, NodeAddress
-from kvstore.open_puts import OpenPuts, PutId
-from kvstore.pool import SegmentPool
-from kvstore.segment import Segment
+from kvstore.events.event_log import EventLog, Medium
+from kvstore.master.block import Block, Extent, ExtentState
+from kvstore.master.block_index import BlockIndex
+from kvstore.master.lease import LeaseTable
+from kvstore.master.open_puts import OpenPuts, PutId
+from kvstore.master.pool import SegmentPool
+from kvstore.master.segment import Segment
+from kvstore.wire.messages import MasterStatistics, NodeAddress
 
 EXPECTED_MAX: Final = 1 << 15  # keys looked for in vain whose parent is remembered
 

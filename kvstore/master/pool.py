@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from kvstore.block import Extent
-from kvstore.segment import Segment
+from kvstore.master.block import Extent
+from kvstore.master.segment import Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from configs.kv_events import EventSecurity, KVEventsConfig
-from kvstore.event_replay import ReplayBuffer
-from kvstore.events import Change, Cleared, EventBatch, encode_changes
+from kvstore.events.event_log import Change, Cleared, EventBatch, encode_changes
+from kvstore.events.replay import ReplayBuffer
 from transfer.curve import secure_server
 from transfer.errors import ControlError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.messages import Located, NodeAddress
+from kvstore.wire.messages import Located, NodeAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

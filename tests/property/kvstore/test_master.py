@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from configs.schema import Eviction
-from kvstore import messages as m
-from kvstore.allocator import padded
-from kvstore.master import MasterTiming, StoreMaster
+from kvstore.master.allocator import padded
+from kvstore.master.store_master import MasterTiming, StoreMaster
+from kvstore.wire import messages as m
 
 KEYS = [bytes([i]) * 16 for i in range(8)]
 NODES = [f"node{i}" for i in range(3)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.block import Extent
+from kvstore.master.block import Extent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.checksum import block_checksums
+from kvstore.client.locations import PrefixHit
 from kvstore.errors import LeaseExpired, NodeUnreachable
-from kvstore.locations import PrefixHit
 from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
-    from kvstore.segment_keys import SegmentKeys
+    from kvstore.client.segment_keys import SegmentKeys
     from transfer import Region, Transfer, TransferEngine
 
 

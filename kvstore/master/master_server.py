@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvstore import messages as m
-from kvstore.event_publisher import EventPublisher
-from kvstore.events import EventLog
-from kvstore.master import MasterTiming, StoreMaster
+from kvstore.events.event_log import EventLog
+from kvstore.events.publisher import EventPublisher
+from kvstore.master.store_master import MasterTiming, StoreMaster
+from kvstore.wire import messages as m
 from transfer.control import RpcServer
 from transfer.errors import ControlError
 

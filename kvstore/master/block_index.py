@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from kvstore.block import Block, Extent, ExtentState
 from kvstore.errors import InvariantViolated
+from kvstore.master.block import Block, Extent, ExtentState
 
 
 class BlockIndex:

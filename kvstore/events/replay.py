@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore.events import Change, EventBatch, EventFold
+from kvstore.events.event_log import Change, EventBatch, EventFold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

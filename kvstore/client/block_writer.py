@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import NodeUnreachable
-from kvstore.messages import HeldBlocks, NodeAddress
-from kvstore.peer_messages import Written, encode_to_node
+from kvstore.wire.messages import HeldBlocks, NodeAddress
+from kvstore.wire.peer_messages import Written, encode_to_node
 from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
-    from kvstore.node import StoreNode
-    from kvstore.segment_keys import SegmentKeys
+    from kvstore.client.segment_keys import SegmentKeys
+    from kvstore.node.store_node import StoreNode
     from transfer import Region, Transfer, TransferEngine
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.checksum import block_checksums
-from kvstore.messages import HeldBlocks
+from kvstore.wire.messages import HeldBlocks
 
 
 class _Entry(NamedTuple):

@@ -19,21 +19,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import messages as m
-from kvstore.block_reader import BlockReader, Copied
-from kvstore.block_writer import BlockWriter, Source
 from kvstore.checksum import block_checksums
+from kvstore.client.block_reader import BlockReader, Copied
+from kvstore.client.block_writer import BlockWriter, Source
+from kvstore.client.locations import PrefixHit
+from kvstore.client.segment_keys import SegmentKeys
 from kvstore.errors import KVStoreError, MasterUnavailable
-from kvstore.locations import PrefixHit
-from kvstore.master_link import MasterLink
-from kvstore.messages import PutOutcome
-from kvstore.peer_messages import TO_CLIENT, decode_to_client
-from kvstore.segment_keys import SegmentKeys
+from kvstore.wire import messages as m
+from kvstore.wire.master_link import MasterLink
+from kvstore.wire.messages import PutOutcome
+from kvstore.wire.peer_messages import TO_CLIENT, decode_to_client
 from transfer import TransferError
 
 if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
-    from kvstore.node import StoreNode
+    from kvstore.node.store_node import StoreNode
     from transfer import Region, TransferEngine
 
 logger = logging.getLogger(__name__)

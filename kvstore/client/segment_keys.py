@@ -8,12 +8,12 @@ import time
 from typing import TYPE_CHECKING
 
 from kvstore.errors import NodeUnreachable
-from kvstore.messages import NodeAddress
-from kvstore.peer_messages import AskSegment, OfferSegment, encode_to_node
+from kvstore.wire.messages import NodeAddress
+from kvstore.wire.peer_messages import AskSegment, OfferSegment, encode_to_node
 from transfer import RegionKey, TransferError
 
 if TYPE_CHECKING:
-    from kvstore.node import StoreNode
+    from kvstore.node.store_node import StoreNode
     from transfer import TransferEngine
 
 

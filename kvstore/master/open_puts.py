@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.block import Extent, ExtentState
 from kvstore.errors import InvariantViolated
+from kvstore.master.block import Extent, ExtentState
 
 
 class PutId(NamedTuple):

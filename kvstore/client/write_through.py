@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import KVStoreError, StoreClosed
-from kvstore.messages import PutOutcome
+from kvstore.wire.messages import PutOutcome
 from transfer import TransferError
 
 if TYPE_CHECKING:
-    from kvstore.client import StoreClient
+    from kvstore.client.store_client import StoreClient
     from transfer import Region
 
 logger = logging.getLogger(__name__)

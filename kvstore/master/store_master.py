@@ -6,7 +6,7 @@ lose their place) happens before the request is looked at.
 
 What it keeps, checked by `check_invariants`:
 
-- Every byte of every segment is free, or in one extent of one state (`kvstore/block.py`).
+- Every byte of every segment is free, or in one extent of one state (`kvstore/master/block.py`).
 - A committed block's bytes do not change or move while a lease on them runs.
 - Bytes that some writer may still write are given to nobody else.
 - A node's end takes its own copies and nothing more.
@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from configs.schema import Eviction
-from kvstore import messages as m
-from kvstore.block import Extent
-from kvstore.catalog import Catalog
-from kvstore.events import EventBatch, EventLog
+from kvstore.events.event_log import EventBatch, EventLog
 from kvstore.eviction import new_policy
-from kvstore.open_puts import OpenPut, PutId
-from kvstore.pool import Candidates
-from kvstore.segment import Segment
+from kvstore.master.block import Extent
+from kvstore.master.catalog import Catalog
+from kvstore.master.open_puts import OpenPut, PutId
+from kvstore.master.pool import Candidates
+from kvstore.master.segment import Segment
+from kvstore.wire import messages as m
 
 REMEMBERED_MAX: Final = 1 << 14  # fenced incarnations and abandoned batches kept in mind
 NameT = TypeVar("NameT", bound=Hashable)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvstore.messages import HeldBlocks
+from kvstore.wire.messages import HeldBlocks
 
 TO_NODE = b"kvstore.node:"
 TO_CLIENT = b"kvstore.client:"

@@ -1,0 +1,1 @@
+"""The lending side: memory given to the pool, and what its owner remembers of it."""
