@@ -285,7 +285,7 @@ class StoreClient:
             keys=list(source.keys),
             lengths=source.lengths.tolist(),
             checksums=list(source.checksums),
-            pin=source.pin,
+            pin=m.Pin.HARD if source.pin else m.Pin.NONE,
             avoid=self._avoid(),
             abandoned=abandoned,
         )

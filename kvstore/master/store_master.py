@@ -101,7 +101,10 @@ class StoreMaster:
         sender = getattr(request, "client", None) or getattr(request, "node", None)
         if sender in self._fenced:
             return m.Refused(m.RefusalReason.FENCED, f"incarnation {sender} is fenced")
-        return self._transitions[type(request)](request, now)
+        transition = self._transitions.get(type(request))
+        if transition is None:
+            return _malformed(f"{type(request).__name__} is not known here")
+        return transition(request, now)
 
     def take_events(self) -> list[EventBatch]:
         """Return what steps since the last call have to tell, in order; the caller sends it."""
@@ -258,7 +261,7 @@ class StoreMaster:
         if block is not None:
             if (block.nbytes, block.checksum) != (nbytes, request.checksums[index]):
                 return m.PutOutcome.CONFLICT, None
-            if request.pin:
+            if request.pin is m.Pin.HARD:
                 self._catalog.pin(key)
             return m.PutOutcome.EXISTS, None
         put_id = PutId(request.client, request.batch, index)
@@ -275,7 +278,7 @@ class StoreMaster:
                 put_id=put_id,
                 extent=extent,
                 checksum=request.checksums[index],
-                pinned=request.pin,
+                pinned=request.pin is m.Pin.HARD,
                 opened_s=now,
             )
         )

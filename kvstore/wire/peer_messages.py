@@ -16,15 +16,17 @@ TO_CLIENT = b"kvstore.client:"
 
 
 class AskSegment(msgspec.Struct, frozen=True, tag="ask_segment"):
-    """Offer me your segment. `ask_id` comes back in the answer."""
+    """Offer me one of your segments. `ask_id` comes back in the answer."""
 
     ask_id: int
+    segment: int = 0
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
     """These blocks lie in your segment now; remember them for the day the master forgets."""
 
     held: HeldBlocks
+    segment: int = 0
 
 
 class OfferSegment(msgspec.Struct, frozen=True, tag="offer_segment"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,8 @@ class DispatchRank:
             layout=layout,
         )
         self.generator = torch.Generator()
+        self._changing = threading.Lock()
+        self.engine.on_notify(self._take_abort)
 
     @staticmethod
     def name_of(rank: int) -> str:
@@ -57,14 +60,28 @@ class DispatchRank:
 
     def install(self, epoch: int, ranks: Sequence[int], expert_map: ExpertMap) -> None:
         me = self.board.rank
-        offers = self.dispatcher.prepare(
-            epoch=epoch,
-            rank=me,
-            members={rank: self.name_of(rank) for rank in ranks},
-            expert_map=expert_map,
-        )
+        with self._changing:
+            offers = self.dispatcher.prepare(
+                epoch=epoch,
+                rank=me,
+                members={rank: self.name_of(rank) for rank in ranks},
+                expert_map=expert_map,
+            )
+            self.engine.resume()
         everybodys = self.board.exchange(f"offers-{epoch}", offers, list(ranks))
         self.dispatcher.install({rank: everybodys[rank][me] for rank in ranks if rank != me})
+
+    def abort(self, ranks: Sequence[int]) -> None:
+        """Tell others that this epoch is lost, so that nobody waits for who has left it."""
+        epoch = self.dispatcher.epoch.to_bytes(8, "little")
+        for rank in ranks:
+            if rank != self.board.rank:
+                self.engine.notify(self.name_of(rank), epoch)
+
+    def _take_abort(self, peer: str, payload: bytes) -> None:
+        with self._changing:
+            if int.from_bytes(payload, "little") == self.dispatcher.epoch:
+                self.engine.interrupt(f"{peer} has given up the pass")
 
     def check_pass(
         self,

@@ -20,7 +20,7 @@ from dispatch.delivery import Delivery
 from tests.support.dispatch_rank import LAYOUT, DispatchRank
 from tests.support.moe_reference import draw_map, draw_tokens
 from tests.support.ranks import Board, run_ranks
-from transfer import TransferError
+from transfer import Interrupted, TransferError
 
 VICTIM = 1
 GENEROUS_S = 15.0  # for what takes milliseconds on an idle machine
@@ -28,9 +28,9 @@ GENEROUS_S = 15.0  # for what takes milliseconds on an idle machine
 POINTS = ("before dispatch", "inside dispatch", "before combine", "inside combine")
 
 
-def reach(mine: DispatchRank, point: str, act) -> None:
+def reach(mine: DispatchRank, point: str, act, hot: int | None = None) -> None:
     """Run a pass up to `point` and act there. `inside`: with one of the messages written."""
-    tokens = draw_tokens(LAYOUT, 6, mine.generator)
+    tokens = draw_tokens(LAYOUT, 6 if hot is None else 12, mine.generator, hot=hot)
     mine.dispatcher.begin_pass()
     if point == "before dispatch":
         act()
@@ -56,7 +56,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail_a_pass(mine: DispatchRank) -> PassFailed:
+def fail_a_pass(mine: DispatchRank) -> PassFailed | Interrupted:
     """Run exchanges until one fails; checks that the dispatcher is unusable then."""
     tokens = draw_tokens(LAYOUT, 4, mine.generator)
     handles = []
@@ -68,7 +68,7 @@ def fail_a_pass(mine: DispatchRank) -> PassFailed:
             mine.dispatcher.combine(arrived.rows, handle)
 
     mine.dispatcher.begin_pass()
-    with pytest.raises(PassFailed) as caught:
+    with pytest.raises((PassFailed, Interrupted)) as caught:
         exchanges()
     with pytest.raises(CallOrder):
         mine.dispatcher.begin_pass()
@@ -81,24 +81,39 @@ def fail_a_pass(mine: DispatchRank) -> PassFailed:
     return caught.value
 
 
-def killed_rank(board: Board, backend: TransferBackend, point: str, seed: int, slack: float = 2.0):
+def killed_rank(
+    board: Board,
+    backend: TransferBackend,
+    point: str,
+    seed: int,
+    slack: float = 2.0,
+    hot: int | None = None,
+):
+    """Lose the victim, go on without it; returns whom a survivor suspects, and on what evidence."""
     ranks = list(range(board.world_size))
     survivors = [rank for rank in ranks if rank != VICTIM]
     placing = torch.Generator().manual_seed(seed)
+    first = draw_map(LAYOUT, ranks, placing)
+    if hot is not None:
+        first = ExpertMap.even(num_layers=2, num_logical=9, ranks=ranks)
     with DispatchRank(
         board, backend=backend, pass_timeout_s=GENEROUS_S, window_slack=slack
     ) as mine:
-        mine.install(1, ranks, draw_map(LAYOUT, ranks, placing))
+        mine.install(1, ranks, first)
         mine.check_pass(3)
+        board.exchange("checked", None)  # a note of the victim may still be read until here
         if board.rank == VICTIM:
-            reach(mine, point, die)
+            reach(mine, point, die, hot)
         failure = fail_a_pass(mine)
+        mine.abort(survivors)
         mine.engine.disconnect(mine.name_of(VICTIM), reason="lost")
         mine.install(2, survivors, draw_map(LAYOUT, survivors, placing))
         for num_tokens in (0, 5, 12):
             mine.check_pass(num_tokens)
         board.exchange("done", None, survivors)
         assert slack >= 1 or mine.dispatcher.statistics().grown_windows > 0
+        if isinstance(failure, Interrupted):
+            return (), str(failure)
         return failure.suspects, failure.evidence
 
 
@@ -128,6 +143,44 @@ def test_a_rank_dies_while_its_windows_grow(point, backend):
     named = [results[rank][0] for rank in (0, 2)]
     assert set(named) <= {(VICTIM,), ()}, (seed, results)
     assert (VICTIM,) in named, (seed, results)
+
+
+def unread_note(board: Board, backend: TransferBackend, point: str, seed: int):
+    """As `killed_rank`; rank 0 comes to read the victim's note only when the victim is dead."""
+    follow = Delivery._follow
+
+    def too_late(self, stamp, shared, route, marks):
+        if board.rank == 0 and route.rank == VICTIM and stamp.pass_id == 1:
+            while any(route.name == peer.name for peer in self._engine.peers()):
+                time.sleep(0.01)
+            board.post("too late")
+        follow(self, stamp, shared, route, marks)
+
+    Delivery._follow = too_late
+    try:
+        return killed_rank(board, backend, point, seed, 0.05, hot=0)  # an expert of rank 0
+    finally:
+        Delivery._follow = follow
+        assert board.rank != 0 or board.has("too late")
+
+
+@pytest.mark.parametrize("backend", [TransferBackend.SHARED_MEMORY, TransferBackend.TCP])
+def test_nobody_waits_for_who_could_not_read_a_dead_ranks_message(backend):
+    """Rank 2 holds all that the victim has sent: only rank 0 can tell it that the pass is lost."""
+    seed = random.randrange(1 << 32)
+    start = time.monotonic()
+    results = run_ranks(
+        3,
+        unread_note,
+        backend,
+        "inside combine",
+        seed,
+        timeout_s=60,
+        exits={VICTIM: -signal.SIGKILL},
+    )
+    assert results[0][0] == (VICTIM,), (seed, results)
+    assert results[2][0] in ((VICTIM,), ()), (seed, results)
+    assert time.monotonic() - start < GENEROUS_S, "told, not found out by a deadline"
 
 
 def stopped_rank(board: Board, point: str, seed: int):

@@ -7,7 +7,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from kvstore.events.event_log import Cleared, EventLog, Stored
 from kvstore.master.store_master import StoreMaster
-from tests.property.test_kvstore_master import TIMING, MasterMachine
+from tests.property.kvstore.test_master import TIMING, MasterMachine
 
 FIRST = 1_000
 

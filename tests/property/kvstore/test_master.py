@@ -75,6 +75,16 @@ class MasterMachine(RuleBasedStateMachine):
         assert not isinstance(reply, m.Refused), reply
         return reply
 
+    def request(self, client, wanted, lengths, checksums, pin):
+        return m.Allocate(
+            client=client,
+            batch=self.batch,
+            keys=wanted,
+            lengths=lengths,
+            checksums=checksums,
+            pin=m.Pin.HARD if pin else m.Pin.NONE,
+        )
+
     def living(self, node):
         """Ask the master without changing anything that the model follows."""
         return self.master._catalog.pool.get(node) is not None
@@ -103,7 +113,7 @@ class MasterMachine(RuleBasedStateMachine):
         lengths = [data.draw(st.sampled_from([1, 64, 100, 200])) for _ in wanted]
         checksums = [data.draw(st.integers(0, 1)) for _ in wanted]
         before = {key: self.step(m.Exists([key])).flags[0] for key in wanted}
-        request = m.Allocate(client, self.batch, wanted, lengths, checksums, pin)
+        request = self.request(client, wanted, lengths, checksums, pin)
         reply = self.tell(client, request)
         if reply is None:
             return
@@ -165,7 +175,7 @@ class MasterMachine(RuleBasedStateMachine):
         """A put that goes well, so that there is something to read."""
         self.batch += 1
         lengths, checksums = [64] * len(wanted), [0] * len(wanted)
-        request = m.Allocate(client, self.batch, wanted, lengths, checksums, pin)
+        request = self.request(client, wanted, lengths, checksums, pin)
         reply = self.tell(client, request)
         if reply is None:
             return

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dispatch import PassFailed
-from dispatch.delivery import Delivery, immediate_of
+from dispatch.delivery import LOOKS, Delivery, immediate_of
 from dispatch.message import Stamp
 from dispatch.windows import SendWindow, StagedPart
 from transfer import AccessRefused, EngineClosed, ImmediateTimeout, Interrupted, PeerLost
@@ -27,6 +27,7 @@ class ScriptedEngine:
         self.refuse, self.late = refuse or {}, late or {}
         self.written: list[tuple[str, int, int, int]] = []
         self.waits = 0
+        self.timeouts: list[float] = []
 
     def in_place(self, peer, key):
         return None
@@ -40,6 +41,7 @@ class ScriptedEngine:
 
     def expect(self, due, *, timeout_s):
         self.waits += 1
+        self.timeouts.append(timeout_s)
         self.due = due
         step = self.script.pop(0) if len(self.script) > 1 else (self.script or [None])[0]
         if isinstance(step, tuple):
@@ -132,6 +134,19 @@ def test_the_deadline_is_renewed_as_long_as_messages_arrive():
     assert caught.value.suspects == (9,)
 
 
+def test_silence_is_counted_from_the_last_message():
+    """A message in the first moment of a wait must not double it."""
+    engine = ScriptedEngine(silent(9, 2))
+    with pytest.raises(PassFailed):
+        exchange(engine)
+    assert engine.waits == 1 + LOOKS
+    assert engine.timeouts == [TIMEOUT_S / LOOKS] * engine.waits
+    engine = ScriptedEngine(silent(2, 5, 9))
+    with pytest.raises(PassFailed):
+        exchange(engine)
+    assert engine.waits == LOOKS
+
+
 def test_the_deadline_of_a_call_is_not_renewed():
     engine = ScriptedEngine((TIMEOUT_S, silent(9, 2)), silent(9))
     with pytest.raises(PassFailed) as caught:
@@ -152,7 +167,7 @@ def test_a_process_that_stood_still_looks_once_more_before_it_accuses():
     with pytest.raises(PassFailed) as caught:
         exchange(engine)
     assert caught.value.suspects == (2, 5, 9)
-    assert engine.waits == 2, "bounded, however slow this process is"
+    assert engine.waits == 1 + LOOKS, "bounded, however slow this process is"
 
 
 def test_a_lost_peer_is_the_suspect():

@@ -54,7 +54,15 @@ class Scene:
         keys = [key(i) for i in ids]
         n = len(ids)
         reply = self.step(
-            m.Allocate(client, self.batch, keys, [length] * n, [checksum] * n, pin, **more)
+            m.Allocate(
+                client=client,
+                batch=self.batch,
+                keys=keys,
+                lengths=[length] * n,
+                checksums=[checksum] * n,
+                pin=m.Pin.HARD if pin else m.Pin.NONE,
+                **more,
+            )
         )
         assert isinstance(reply, m.Allocated), reply
         return reply

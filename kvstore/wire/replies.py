@@ -1,0 +1,208 @@
+"""What a master answers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstore.wire.columns import Copy, NodeAddress, Pin, PutOutcome, RefusalReason
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    """The segment is part of the pool; `adopted` of the blocks that it held are known."""
+
+    adopted: int
+
+
+class Known(msgspec.Struct, frozen=True, tag="known"):
+    """Whether the master knows this node; if not, it must register. `copies`: there is work."""
+
+    known: bool
+    copies: bool = False
+
+
+class Copies(msgspec.Struct, frozen=True, tag="copies"):
+    """Work for the node that asked."""
+
+    copies: list[Copy]
+
+
+class Entered(msgspec.Struct, frozen=True, tag="entered"):
+    """The client's tenant, its quota in bytes (None: no limit) and what it uses of it."""
+
+    tenant: str
+    quota_bytes: int | None
+    used_bytes: int
+
+
+class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
+    """Which of the leases run on, for `lease_s` from now."""
+
+    running: list[bool]
+    lease_s: float
+
+
+class Located(msgspec.Struct, frozen=True, tag="located"):
+    """Where the blocks are, as columns. `lease_id` is 0 if there are none.
+
+    The leading run, or with `Lookup.every` one row per key: `node_idx` is -1 for what is missing.
+    `chunk_bytes` is empty if it is 0 for all.
+    """
+
+    lease_id: int
+    lease_s: float
+    nodes: list[NodeAddress]
+    node_idx: list[int]
+    offsets: list[int]
+    lengths: list[int]
+    checksums: list[int]
+    chunk_bytes: list[int] = []
+
+
+class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
+    """Per key what to do; and per copy where, in rows of `position * replicas + copy`.
+
+    Attributes:
+        outcomes: [keys].
+        nodes: The segments named below.
+        node_idx: [keys * replicas]; -1: not granted.
+        offsets: [keys * replicas] in the segment; -1: not granted.
+        put_s: How long the writer has.
+        retry_s: After `NO_SPACE`: when space may come to be, as far as the master can tell.
+    """
+
+    outcomes: list[PutOutcome]
+    nodes: list[NodeAddress]
+    node_idx: list[int]
+    offsets: list[int]
+    put_s: float
+    retry_s: float = 0.0
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """Which of `Finish.committed` are copies of blocks now."""
+
+    stored: list[bool]
+
+
+class Present(msgspec.Struct, frozen=True, tag="present"):
+    """One flag per key."""
+
+    flags: list[bool]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """How many of the things named were found and changed."""
+
+    count: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Nothing was changed."""
+
+    reason: RefusalReason
+    problem: str
+
+
+class MasterStatistics(msgspec.Struct, frozen=True, tag="statistics", kw_only=True):
+    """Figures of the pool now, and counts since the master started.
+
+    `capacity == free + committed + open + retired + quarantined`, all in bytes.
+    """
+
+    nodes: int
+    blocks: int
+    leases: int
+    open_puts: int
+    capacity_bytes: int
+    free_bytes: int
+    committed_bytes: int
+    open_bytes: int
+    retired_bytes: int
+    quarantined_bytes: int
+    hit_blocks: int
+    missed_blocks: int
+    stored_blocks: int
+    evicted_blocks: int
+    corrupt_blocks: int
+    unreachable_blocks: int
+    lost_blocks: int
+
+
+class BlockList(msgspec.Struct, frozen=True, tag="block_list"):
+    """Blocks in the order of their keys, as columns; `copies` are positions in `nodes`."""
+
+    keys: list[bytes]
+    lengths: list[int]
+    pins: list[Pin]
+    leased: list[bool]
+    tenants: list[str]
+    groups: list[str]
+    nodes: list[NodeAddress]
+    copies: list[list[int]]
+    more: bool
+
+
+class SegmentFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One segment now. `largest_free_bytes` tells how far its free space is in pieces."""
+
+    where: NodeAddress
+    domain: str
+    capacity_bytes: int
+    free_bytes: int
+    largest_free_bytes: int
+    blocks: int
+    silent_s: float
+    draining: bool
+
+
+class SegmentList(msgspec.Struct, frozen=True, tag="segment_list"):
+    """All segments."""
+
+    segments: list[SegmentFigures]
+
+
+class Draining(msgspec.Struct, frozen=True, tag="draining"):
+    """How far a drain has come. Done when `left_blocks` is 0.
+
+    `stuck_blocks` of those left have nowhere to go: no space elsewhere.
+    """
+
+    left_blocks: int
+    left_bytes: int
+    moved_blocks: int
+    stuck_blocks: int
+
+
+class TenantFigures(msgspec.Struct, frozen=True):
+    """One tenant's bytes, copies counted each. `quota_bytes` None: no limit."""
+
+    tenant: str
+    quota_bytes: int | None
+    used_bytes: int
+    blocks: int
+
+
+class TenantList(msgspec.Struct, frozen=True, tag="tenant_list"):
+    """All tenants that are configured or use something."""
+
+    tenants: list[TenantFigures]
+
+
+Reply = (
+    Registered
+    | Known
+    | Copies
+    | Entered
+    | Renewed
+    | Located
+    | Allocated
+    | Finished
+    | Present
+    | Done
+    | Refused
+    | MasterStatistics
+    | BlockList
+    | SegmentList
+    | Draining
+    | TenantList
+)

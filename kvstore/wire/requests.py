@@ -1,0 +1,267 @@
+"""What store nodes, clients and administrators ask of a master."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvstore.wire.columns import Count, HeldBlocks, Incarnation, Keys, Label, Medium, Pin
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """A node lends one segment, or with several masters this master's share of it.
+
+    Attributes:
+        node: Its incarnation.
+        address: Where its engine listens.
+        capacity: Bytes lent.
+        untouched: Nobody was ever given access to them.
+        held: What is in them already.
+        segment: Number of the segment in the node.
+        medium: What it lies in.
+        base: Offset of the share in the segment; all offsets count from the segment's start.
+        domain: Failure domain, like a host or a rack; "" is a domain of the node's own.
+        more: Further blocks follow in `Hold`; eviction and placement wait for the last.
+    """
+
+    node: Incarnation
+    address: str
+    capacity: int
+    untouched: bool
+    held: HeldBlocks
+    segment: Count = 0
+    medium: Medium = Medium.DRAM
+    base: Count = 0
+    domain: Label = ""
+    more: bool = False
+
+
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """Further blocks of a segment that was registered with `more`."""
+
+    node: Incarnation
+    segment: Count
+    held: HeldBlocks
+    more: bool = False
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """A node is alive."""
+
+    node: Incarnation
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """A node takes its segment back."""
+
+    node: Incarnation
+
+
+class NextCopies(msgspec.Struct, frozen=True, tag="next_copies"):
+    """A node reports what became of copies, and asks for more work."""
+
+    node: Incarnation
+    done: list[int] = []
+    failed: list[int] = []
+    corrupt: list[int] = []  # the source's own bytes did not match: nothing was sent
+    limit: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 16
+
+
+class Enter(msgspec.Struct, frozen=True, tag="enter"):
+    """A client acts for a tenant from now on. Without this it acts for "" if that is allowed."""
+
+    client: Incarnation
+    tenant: Label
+    token: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
+class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
+    """How many of these keys, from the first on, are there? Lease them in the same step.
+
+    Copies on the nodes in `avoid` do not count. `every`: all that are there, not only the
+    leading run.
+    """
+
+    client: Incarnation
+    keys: Keys
+    avoid: list[str] = []
+    every: bool = False
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """The client is not done with these: their time starts again."""
+
+    client: Incarnation
+    lease_ids: list[int]
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The client has read what it wanted."""
+
+    client: Incarnation
+    lease_ids: list[int]
+
+
+class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
+    """Space for blocks. `batch` is never used twice by a client.
+
+    Attributes:
+        client: Who writes.
+        batch: The client's number of this put.
+        keys: Names.
+        lengths: Bytes of payload each.
+        checksums: As in `HeldBlocks`.
+        chunk_bytes: As in `HeldBlocks`, of all.
+        pin: Of all. A block that exists already takes the stronger pin.
+        pin_s: How long a soft pin lasts; 0 is the master's default.
+        group: Evicted, pinned and removed together; of the client's tenant.
+        replicas: Copies wanted, on different failure domains; fewer if there are not so many.
+        media: Where the first copy may go, best first; empty: as the master's policy says.
+        prefer: Nodes to try first.
+        avoid: Nodes out of the client's reach.
+        abandoned: Batches whose replies never came; nothing of them was or will be written.
+    """
+
+    client: Incarnation
+    batch: int
+    keys: Keys
+    lengths: list[Annotated[int, msgspec.Meta(gt=0)]]
+    checksums: list[int]
+    chunk_bytes: Count = 0
+    pin: Pin = Pin.NONE
+    pin_s: float = 0.0
+    group: Label = ""
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
+    media: list[Medium] = []
+    prefer: list[str] = []
+    avoid: list[str] = []
+    abandoned: list[int] = []
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """The end of granted copies, by their row in the columns of `Allocated`.
+
+    `aborted`: nothing of them is under way. `unsettled`: the writer cannot tell.
+    """
+
+    client: Incarnation
+    batch: int
+    committed: list[int]
+    aborted: list[int] = []
+    unsettled: list[int] = []
+
+
+class Exists(msgspec.Struct, frozen=True, tag="exists"):
+    """Which of these are there? Nothing is leased."""
+
+    keys: Keys
+
+
+class Remove(msgspec.Struct, frozen=True, tag="remove"):
+    """Forget these blocks, pinned ones too. Leased bytes stay until the leases end.
+
+    `group`: and all blocks of this group of the client's tenant.
+    """
+
+    keys: Keys
+    client: str = ""
+    group: Label = ""
+
+
+class SetPin(msgspec.Struct, frozen=True, tag="set_pin"):
+    """Pin blocks that are there, or let them go again; by name, or a whole group."""
+
+    client: Incarnation
+    keys: Keys
+    pin: Pin
+    pin_s: float = 0.0
+    group: Label = ""
+
+
+class ReportBad(msgspec.Struct, frozen=True, tag="report_bad"):
+    """Copies whose bytes did not match (`corrupt`) or could not be read. Columns."""
+
+    client: Incarnation
+    keys: Keys
+    nodes: list[str]
+    offsets: list[int]
+    corrupt: list[bool]
+    segments: list[int] = []
+
+
+class Fence(msgspec.Struct, frozen=True, tag="fence"):
+    """These incarnations are out; `dead`: they certainly run no more."""
+
+    incarnations: list[Incarnation]
+    dead: bool
+
+
+class Observe(msgspec.Struct, frozen=True, tag="observe"):
+    """Ask for the master's figures."""
+
+
+class ListBlocks(msgspec.Struct, frozen=True, tag="list_blocks"):
+    """Which blocks are there, in the order of their keys, from after `after` on."""
+
+    after: bytes = b""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1 << 14)] = 1000
+    tenant: Label | None = None
+    group: Label | None = None
+
+
+class ListSegments(msgspec.Struct, frozen=True, tag="list_segments"):
+    """Which segments are lent, and what is in them."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Move everything away from a node, so that it can go; `cancel`: no more. Ask for progress
+    by asking again.
+    """
+
+    node: Incarnation
+    cancel: bool = False
+
+
+class Rebalance(msgspec.Struct, frozen=True, tag="rebalance"):
+    """Move blocks from full segments to empty ones, at most so many bytes."""
+
+    nbytes_max: Count
+
+
+class ListTenants(msgspec.Struct, frozen=True, tag="list_tenants"):
+    """Who may use how much, and does."""
+
+
+class SetQuota(msgspec.Struct, frozen=True, tag="set_quota"):
+    """A tenant may use so many bytes from now on; None: as many as there are."""
+
+    tenant: Label
+    nbytes: Count | None
+
+
+Request = (
+    Register
+    | Hold
+    | Heartbeat
+    | Leave
+    | NextCopies
+    | Enter
+    | Lookup
+    | Renew
+    | Release
+    | Allocate
+    | Finish
+    | Exists
+    | Remove
+    | SetPin
+    | ReportBad
+    | Fence
+    | Observe
+    | ListBlocks
+    | ListSegments
+    | Drain
+    | Rebalance
+    | ListTenants
+    | SetQuota
+)
