@@ -5,13 +5,15 @@
     refused write                  -> PassFailed, no suspects: the peer has left this epoch
     transfer.Interrupted           -> passes through
 
-A wait is extended as long as messages arrive, and once more if this process itself was stopped:
-who did not look cannot say that nothing came.
+A wait is extended as long as messages arrive: it is cut into looks, and only so many of them in a
+row without a message are silence. A look during which this process itself was stopped does not
+count, once: who did not look cannot say that nothing came.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 EPOCH_MASK = 0xFF_FFFF
 WINDOW_BITS = 3
-STALL_FACTOR = 1.5  # a wait that took this much longer than its deadline was not ours to judge
+LOOKS = 4  # a message may come just after a look began: silence is noticed within 5/4 of its time
+STALL_FACTOR = 0.5  # a look that took so much of that time too long was not ours to judge
 
 # What one peer's state can do to a write. Anything else (the engine was closed) is not its doing.
 PEER_ERRORS = (PeerLost, PeerUnknown, AccessRefused, TransferTimeout)
@@ -169,7 +172,7 @@ class Delivery:
         if not self._routes:
             return {}
         start = time.monotonic()
-        self._receive(stamp, None if timeout_s is None else start + timeout_s)
+        self._receive(stamp, timeout_s)
         self._counters.waited_s += time.monotonic() - start
         buffers = self._buffers[stamp.window]
         for route in self._routes:
@@ -280,26 +283,30 @@ class Delivery:
             key = read_grant(buffers[route.position], shared, source=rank, owner=name)
             route.target.accept(window ^ 1, key)
 
-    def _receive(self, stamp: Stamp, deadline: float | None) -> None:
+    def _receive(self, stamp: Stamp, timeout_s: float | None) -> None:
         due = self._due[stamp.window]
         missing: frozenset[tuple[str, int]] = frozenset(due)
-        stalled = False
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        silent_looks, stalled = 0, False
         while True:
             start = time.monotonic()
-            timeout_s = self._timeout_s
-            if deadline is not None:
-                timeout_s = min(timeout_s, max(deadline - start, 0.0))
+            look_s = min(self._timeout_s / LOOKS, max(deadline - start, 0.0))
             try:
-                self._engine.expect(due, timeout_s=timeout_s)
+                self._engine.expect(due, timeout_s=look_s)
             except ImmediateTimeout as error:
                 still_missing = frozenset(error.missing)
                 now = time.monotonic()
-                stalled_now = now - start > timeout_s * STALL_FACTOR
-                in_time = deadline is None or now < deadline
-                if (in_time and still_missing < missing) or (stalled_now and not stalled):
-                    missing, stalled = still_missing, stalled or stalled_now
+                if now - start - look_s > self._timeout_s * STALL_FACTOR and not stalled:
+                    stalled = True
                     continue
-                raise self._silent(stamp, still_missing, timeout_s) from error
+                silent_looks = 0 if still_missing < missing else silent_looks + 1
+                missing = still_missing
+                if silent_looks < LOOKS and now < deadline:
+                    continue
+                silence_s = (
+                    self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+                )
+                raise self._silent(stamp, missing, silence_s) from error
             except PeerLost as error:
                 raise self._failed(stamp, error, self._rank_of.get(error.peer)) from error
             return
