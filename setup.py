@@ -1,5 +1,7 @@
 """The compiled parts of the packages; everything else about the build is in pyproject.toml."""
 
+from glob import glob
+
 from setuptools import Extension, setup
 
 setup(
@@ -7,6 +9,7 @@ setup(
         Extension(
             "transfer._native",
             ["transfer/native.c"],
+            depends=sorted(glob("transfer/compiled/*.c")),
             extra_compile_args=["-O2", "-Wall", "-Wextra"],
             optional=True,  # without a compiler the package works, more slowly
         ),

@@ -1,0 +1,530 @@
+/* Lane: the requester's end of a data connection
+ *
+ * The owner answers requests of a connection in their order, so what is under way is one queue:
+ *
+ *     first ... waiting for replies ...  sending ... not sent yet ... last
+ *
+ * `mutex` guards everything. It is held while bytes move, never while a thread sleeps.
+ */
+
+typedef struct Job {
+    struct Job *next;
+    PyObject *item; /* given back with the status; touched with the interpreter's lock only */
+    uint64_t transfer_id;
+    uint32_t slice_idx;
+    uint8_t kind;
+    uint8_t status;
+    Places out, in;
+    uint64_t expected; /* payload of the reply, if all is well */
+    int descriptor;    /* of a map request that succeeded, -1 */
+    uint8_t place[PLACE_BYTES];
+    struct iovec iovecs[];
+} Job;
+
+typedef struct {
+    PyObject_HEAD
+    pthread_mutex_t mutex;
+    int users;   /* threads that sleep in poll() on the descriptor */
+    bool closed; /* no byte moves any more */
+    bool landing;
+    bool local;     /* a unix socket: descriptors may come */
+    int descriptor; /* one that has come, -1 */
+    Job *first, *sending, *last;
+    int looks_to_leave_out, looks_left_out;
+    Py_ssize_t in_flight;
+    char evidence[EVIDENCE_BYTES];
+    Input input;
+} Lane;
+
+static PyTypeObject lane_type;
+
+static void break_lane(Lane *lane, const char *what, int error)
+{
+    if (!lane->evidence[0])
+        snprintf(lane->evidence, EVIDENCE_BYTES, "%s%s%s", what, error ? ": " : "",
+                 error ? strerror(error) : "");
+}
+
+/* Append finished jobs here. */
+typedef struct {
+    Job *first, **last;
+} Finished;
+
+static void send_jobs(Lane *lane)
+{
+    static const struct iovec nothing = {NULL, 0};
+    while (lane->sending && !lane->evidence[0]) {
+        Job *job = lane->sending;
+        ssize_t sent = send_places(lane->input.fd, &nothing, &job->out, STEP_BYTES);
+        if (sent < 0) {
+            break_lane(lane, "send failed", errno);
+            return;
+        }
+        if (!job->out.nbytes)
+            lane->sending = job->next;
+        else if (!sent)
+            return;
+    }
+}
+
+static void finish_first(Lane *lane, Finished *finished)
+{
+    Job *job = lane->first;
+    lane->first = job->next;
+    if (!lane->first)
+        lane->last = NULL;
+    lane->in_flight--;
+    lane->landing = false;
+    job->next = NULL;
+    *finished->last = job;
+    finished->last = &job->next;
+}
+
+/* Take the replies that were taken ahead. */
+static void parse_replies(Lane *lane, Finished *finished)
+{
+    Input *input = &lane->input;
+    while (!lane->evidence[0]) {
+        Job *job = lane->first;
+        if (lane->landing) {
+            land_ahead(input, &job->in);
+            if (job->in.nbytes)
+                return;
+            finish_first(lane, finished);
+            continue;
+        }
+        if (input->end - input->start < REPLY_BYTES)
+            return;
+        const uint8_t *p = input->ahead + input->start;
+        uint8_t status = p[2];
+        uint64_t nbytes = load64(p + 16);
+        if (load16(p) != MAGIC || p[3] || status > GONE) {
+            break_lane(lane, "malformed: a reply that makes no sense", 0);
+        } else if (!job || job == lane->sending || load32(p + 4) != job->slice_idx ||
+                   load64(p + 8) != job->transfer_id) {
+            break_lane(lane, "malformed: a reply to what was not asked", 0);
+        } else if (nbytes != (status == OK ? job->expected : 0)) {
+            break_lane(lane, "malformed: a reply of another size", 0);
+        } else if ((lane->descriptor >= 0) != (job->kind == MAP_REQUEST && status == OK)) {
+            break_lane(lane, "malformed: a descriptor too many or too few", 0);
+        } else {
+            job->descriptor = lane->descriptor;
+            lane->descriptor = -1;
+            input->start += REPLY_BYTES;
+            job->status = status;
+            if (nbytes)
+                lane->landing = true;
+            else
+                finish_first(lane, finished);
+        }
+    }
+}
+
+/* Receive until the socket is empty, or a turn's bytes have come. */
+static void receive_replies(Lane *lane, Finished *finished)
+{
+    size_t budget = 16 * STEP_BYTES;
+    int outcome = MORE;
+    while (outcome == MORE && budget && !lane->evidence[0]) {
+        size_t received;
+        outcome = receive(&lane->input, lane->landing ? &lane->first->in : NULL, STEP_BYTES,
+                          &received, lane->local ? &lane->descriptor : NULL);
+        if (outcome == ENDED)
+            break_lane(lane, "closed by the other side", 0);
+        else if (outcome == FAILED)
+            break_lane(lane, "receive failed", errno);
+        budget -= received < budget ? received : budget;
+        parse_replies(lane, finished);
+    }
+}
+
+/* Move what can be moved both ways, without waiting. */
+static void move_lane(Lane *lane, int events, Finished *finished)
+{
+    pthread_mutex_lock(&lane->mutex);
+    if (!lane->closed) {
+        if (events & POLLOUT)
+            send_jobs(lane);
+        if (events & ~POLLOUT) {
+            receive_replies(lane, finished);
+            /* Whoever waits next, here or in an epoll: for no more than is still to come. */
+            set_low_water(&lane->input, lane->landing ? lane->first->in.nbytes : 0);
+        }
+    }
+    pthread_mutex_unlock(&lane->mutex);
+}
+
+static void close_descriptor(Lane *lane)
+{
+    close(lane->input.fd);
+    lane->input.fd = -1;
+}
+
+static short enter_poll(Lane *lane, int *fd, bool *busy)
+{
+    short events = 0;
+    pthread_mutex_lock(&lane->mutex);
+    *fd = -1; /* poll() ignores it */
+    if (!lane->closed) {
+        lane->users++;
+        *fd = lane->input.fd;
+        /* An idle one is looked at too: the other side may have closed it. */
+        events = (short)(POLLIN | (lane->sending ? POLLOUT : 0));
+        *busy |= lane->in_flight != 0;
+    }
+    pthread_mutex_unlock(&lane->mutex);
+    return events;
+}
+
+static void leave_poll(Lane *lane)
+{
+    pthread_mutex_lock(&lane->mutex);
+    if (--lane->users == 0 && lane->closed)
+        close_descriptor(lane);
+    pthread_mutex_unlock(&lane->mutex);
+}
+
+static void free_job(Job *job)
+{
+    if (job->descriptor >= 0)
+        close(job->descriptor);
+    Py_DECREF(job->item);
+    free(job);
+}
+
+static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"fd", NULL};
+    int fd;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i:Lane", names, &fd))
+        return NULL;
+    Lane *lane = (Lane *)type->tp_alloc(type, 0);
+    if (!lane)
+        return NULL;
+    pthread_mutex_init(&lane->mutex, NULL);
+    lane->input.fd = fd;
+    lane->descriptor = -1;
+    int domain = AF_UNSPEC;
+    socklen_t size = sizeof domain;
+    (void)getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size);
+    lane->local = domain == AF_UNIX;
+    return (PyObject *)lane;
+}
+
+/* A request of n pieces, its table and its places still to be filled in. NULL with an exception
+ * set. The block is the job, the places (one more for the header, one for an answer's place), then
+ * the header and the table. */
+static Job *new_job(const uint8_t *header, bool writes, size_t n, uint64_t nbytes)
+{
+    Request request;
+    load_request(&request, header);
+    if (request.num_pieces != n || request.nbytes != nbytes) {
+        PyErr_SetString(PyExc_ValueError, "the pieces are not those of the header");
+        return NULL;
+    }
+    size_t head_bytes = REQUEST_BYTES + 16 * n;
+    Job *job = malloc(sizeof *job + (n + 2) * sizeof(struct iovec) + head_bytes);
+    if (!job) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    uint8_t *head = (uint8_t *)&job->iovecs[n + 2];
+    memcpy(head, header, REQUEST_BYTES);
+    job->iovecs[0] = (struct iovec){head, head_bytes};
+    job->next = NULL;
+    job->transfer_id = request.transfer_id;
+    job->slice_idx = request.slice_idx;
+    job->kind = request.kind;
+    job->descriptor = -1;
+    job->out = (Places){job->iovecs, writes ? n + 1 : 1, head_bytes + (writes ? nbytes : 0)};
+    job->in = (Places){job->iovecs + 1, writes ? 0 : n, writes ? 0 : nbytes};
+    if (job->kind == MAP_REQUEST) {
+        job->iovecs[1] = (struct iovec){job->place, PLACE_BYTES};
+        job->in = (Places){job->iovecs + 1, 1, PLACE_BYTES};
+    }
+    job->expected = job->in.nbytes;
+    return job;
+}
+
+static void set_piece(Job *job, size_t n, size_t i, uintptr_t ours, int64_t theirs, int64_t length)
+{
+    uint8_t *table = (uint8_t *)&job->iovecs[n + 2] + REQUEST_BYTES;
+    uint64_t offset = htole64((uint64_t)theirs), size = htole64((uint64_t)length);
+    memcpy(table + 8 * i, &offset, 8);
+    memcpy(table + 8 * (n + i), &size, 8);
+    job->iovecs[i + 1] = (struct iovec){(void *)ours, (size_t)length};
+}
+
+/* Queue a job, and send it if it is small and its turn has come. */
+static PyObject *queue_job(Lane *lane, Job *job, PyObject *item)
+{
+    job->item = Py_NewRef(item);
+    /* The interpreter's lock is kept: a small request is sent before another thread could have
+     * used it. */
+    lock_without_gil(&lane->mutex);
+    bool taken = !lane->closed && !lane->evidence[0];
+    if (taken) {
+        if (lane->last)
+            lane->last->next = job;
+        else
+            lane->first = job;
+        lane->last = job;
+        lane->in_flight++;
+        if (!lane->sending) {
+            lane->sending = job;
+            /* A large one is for a thread that has no locks to hold meanwhile. */
+            if (job->out.nbytes <= GIL_BYTES + 16 * IOVECS_MAX)
+                send_jobs(lane);
+        }
+    }
+    pthread_mutex_unlock(&lane->mutex);
+    if (!taken)
+        free_job(job);
+    return PyBool_FromLong(taken);
+}
+
+PyDoc_STRVAR(lane_post_doc,
+             "post(item, header, writes, base, ours, theirs, lengths)\n--\n\n"
+             "Send one request. Returns False if the lane is broken or closed.");
+
+static PyObject *lane_post(Lane *lane, PyObject *const *args, Py_ssize_t count)
+{
+    uintptr_t base;
+    Pieces pieces;
+    char *header;
+    Py_ssize_t header_bytes;
+    if (check_count(count, 7, "post") ||
+        PyBytes_AsStringAndSize(args[1], &header, &header_bytes) < 0)
+        return NULL;
+    if (header_bytes != REQUEST_BYTES) {
+        PyErr_Format(PyExc_ValueError, "a header has %d bytes", REQUEST_BYTES);
+        return NULL;
+    }
+    int writes = PyObject_IsTrue(args[2]);
+    if (writes < 0 || take_address(args[3], &base) ||
+        take_pieces(&pieces, args[5], args[4], args[6]))
+        return NULL;
+    size_t n = (size_t)pieces.count;
+    Job *job = new_job((const uint8_t *)header, writes, n, (uint64_t)pieces.nbytes);
+    for (size_t i = 0; job && i < n; i++)
+        set_piece(job, n, i, base + (uintptr_t)pieces.source[i], pieces.target[i],
+                  pieces.lengths[i]);
+    drop_pieces(&pieces);
+    return job ? queue_job(lane, job, args[0]) : NULL;
+}
+
+PyDoc_STRVAR(lane_post_message_doc,
+             "post_message(item, kind, immediate, transfer_id, oldest, token, address, offset, "
+             "nbytes)\n--\n\nSend a write or read of one slice and one piece. A large one is left "
+             "to `push`. Returns False if the lane is broken or closed.");
+
+static PyObject *lane_post_message(Lane *lane, PyObject *const *args, Py_ssize_t count)
+{
+    uintptr_t address;
+    char *token;
+    Py_ssize_t token_bytes;
+    if (check_count(count, 9, "post_message") || take_address(args[6], &address) ||
+        PyBytes_AsStringAndSize(args[5], &token, &token_bytes) < 0)
+        return NULL;
+    long kind = PyLong_AsLong(args[1]);
+    bool signals = args[2] != Py_None;
+    unsigned long immediate = signals ? PyLong_AsUnsignedLong(args[2]) : 0;
+    uint64_t transfer_id = PyLong_AsUnsignedLongLong(args[3]);
+    uint64_t oldest = PyLong_AsUnsignedLongLong(args[4]);
+    int64_t offset = PyLong_AsLongLong(args[7]), nbytes = PyLong_AsLongLong(args[8]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (token_bytes != TOKEN_BYTES || nbytes <= 0 || immediate > UINT32_MAX ||
+        (kind != WRITE_REQUEST && kind != READ_REQUEST)) {
+        PyErr_SetString(PyExc_ValueError, "neither a write nor a read of one piece");
+        return NULL;
+    }
+    uint8_t header[REQUEST_BYTES];
+    store_request(header, &(Request){.kind = (uint8_t)kind,
+                                     .flags = signals ? HAS_IMMEDIATE : 0,
+                                     .num_slices = 1,
+                                     .num_pieces = 1,
+                                     .immediate = (uint32_t)immediate,
+                                     .nbytes = (uint64_t)nbytes,
+                                     .transfer_id = transfer_id,
+                                     .oldest = oldest}, token);
+    Job *job = new_job(header, kind == WRITE_REQUEST, 1, (uint64_t)nbytes);
+    if (!job)
+        return NULL;
+    set_piece(job, 1, 0, address, offset, nbytes);
+    return queue_job(lane, job, args[0]);
+}
+
+PyDoc_STRVAR(lane_push_doc, "push()\n--\n\nSend what the kernel takes now, without the "
+                            "interpreter's lock. Returns whether all is sent.");
+
+static PyObject *lane_push(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&lane->mutex);
+    if (!lane->closed)
+        send_jobs(lane);
+    pthread_mutex_unlock(&lane->mutex);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(lane->sending == NULL);
+}
+
+/* (item, status, None), or with (descriptor, offset, nbytes) for a map request. */
+static PyObject *outcome_of(Job *job)
+{
+    if (job->descriptor < 0)
+        return Py_BuildValue("OiO", job->item, (int)job->status, Py_None);
+    PyObject *outcome = Py_BuildValue("Oi(iKK)", job->item, (int)job->status, job->descriptor,
+                                      (unsigned long long)load64(job->place),
+                                      (unsigned long long)load64(job->place + 8));
+    if (outcome)
+        job->descriptor = -1; /* the caller's now */
+    return outcome;
+}
+
+/* Make a list of jobs that are in no queue any more, and free them. */
+static PyObject *hand_over(Job *job)
+{
+    PyObject *list = PyList_New(0);
+    while (job) {
+        Job *next = job->next;
+        PyObject *outcome = list ? outcome_of(job) : NULL;
+        if (list && (!outcome || PyList_Append(list, outcome) < 0))
+            Py_CLEAR(list);
+        Py_XDECREF(outcome);
+        free_job(job);
+        job = next;
+    }
+    return list;
+}
+
+PyDoc_STRVAR(lane_close_doc,
+             "close()\n--\n\nStop; what the kernel still holds is thrown away. No memory is "
+             "touched any more. Returns the items of unfinished requests.");
+
+static PyObject *lane_close(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    static const struct linger none = {.l_onoff = 1, .l_linger = 0};
+    lock_without_gil(&lane->mutex);
+    Job *job = lane->first;
+    lane->first = lane->sending = lane->last = NULL;
+    lane->in_flight = 0;
+    lane->landing = false;
+    if (lane->descriptor >= 0)
+        close(lane->descriptor);
+    lane->descriptor = -1;
+    if (!lane->closed) {
+        lane->closed = true;
+        struct sockaddr unspecified = {.sa_family = AF_UNSPEC};
+        (void)setsockopt(lane->input.fd, SOL_SOCKET, SO_LINGER, &none, sizeof none);
+        /* Reset, which also wakes who sleeps on it; unix sockets know only the shutdown. */
+        if (connect(lane->input.fd, &unspecified, sizeof unspecified) < 0)
+            (void)shutdown(lane->input.fd, SHUT_RDWR);
+        if (!lane->users)
+            close_descriptor(lane);
+    }
+    pthread_mutex_unlock(&lane->mutex);
+    PyObject *list = PyList_New(0);
+    while (job) {
+        Job *next = job->next;
+        if (list && PyList_Append(list, job->item) < 0)
+            Py_CLEAR(list);
+        free_job(job);
+        job = next;
+    }
+    return list;
+}
+
+PyDoc_STRVAR(lane_abandon_doc, "abandon()\n--\n\nClose the descriptor only, touching no lock: the "
+                               "way out after a fork.");
+
+static PyObject *lane_abandon(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    if (lane->input.fd >= 0)
+        close(lane->input.fd);
+    lane->input.fd = -1;
+    lane->closed = true;
+    Py_RETURN_NONE;
+}
+
+static void lane_dealloc(Lane *lane)
+{
+    for (Job *job = lane->first, *next; job; job = next) {
+        next = job->next;
+        free_job(job);
+    }
+    if (lane->descriptor >= 0)
+        close(lane->descriptor);
+    if (lane->input.fd >= 0)
+        close(lane->input.fd);
+    pthread_mutex_destroy(&lane->mutex);
+    Py_TYPE(lane)->tp_free((PyObject *)lane);
+}
+
+static PyObject *lane_fileno(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    return PyLong_FromLong(lane->input.fd);
+}
+
+static PyObject *lane_evidence(Lane *lane, void *ignored)
+{
+    (void)ignored;
+    lock_without_gil(&lane->mutex);
+    char evidence[EVIDENCE_BYTES];
+    memcpy(evidence, lane->evidence, sizeof evidence);
+    bool closed = lane->closed;
+    pthread_mutex_unlock(&lane->mutex);
+    if (evidence[0])
+        return PyUnicode_DecodeUTF8(evidence, (Py_ssize_t)strlen(evidence), "replace");
+    if (closed)
+        return PyUnicode_FromString("closed here");
+    Py_RETURN_NONE;
+}
+
+/* A look without the mutex, of a word that is read whole: no promise, and no race that matters. */
+#define JUST_A_LOOK __attribute__((no_sanitize("thread")))
+
+JUST_A_LOOK static PyObject *lane_in_flight(Lane *lane, void *ignored)
+{
+    (void)ignored;
+    return PyLong_FromSsize_t(lane->in_flight);
+}
+
+JUST_A_LOOK static PyObject *lane_unsent(Lane *lane, void *ignored)
+{
+    (void)ignored;
+    return PyBool_FromLong(lane->sending != NULL);
+}
+
+static PyMethodDef lane_methods[] = {
+    {"post", (PyCFunction)(void (*)(void))lane_post, METH_FASTCALL, lane_post_doc},
+    {"post_message", (PyCFunction)(void (*)(void))lane_post_message, METH_FASTCALL,
+     lane_post_message_doc},
+    {"push", (PyCFunction)lane_push, METH_NOARGS, lane_push_doc},
+    {"close", (PyCFunction)lane_close, METH_NOARGS, lane_close_doc},
+    {"abandon", (PyCFunction)lane_abandon, METH_NOARGS, lane_abandon_doc},
+    {"fileno", (PyCFunction)lane_fileno, METH_NOARGS, "fileno()\n--\n\nThe socket, -1 if closed."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef lane_properties[] = {
+    {"evidence", (getter)lane_evidence, NULL, "Why it can be used no more, None if it can.", NULL},
+    {"in_flight", (getter)lane_in_flight, NULL, "Requests without an answer.", NULL},
+    {"unsent", (getter)lane_unsent, NULL, "Whether something waits for the kernel.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyTypeObject lane_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "transfer._native.Lane",
+    .tp_doc = "The requester's end of a data connection. Owns the descriptor. Thread-safe.",
+    .tp_basicsize = sizeof(Lane),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = lane_new,
+    .tp_dealloc = (destructor)lane_dealloc,
+    .tp_methods = lane_methods,
+    .tp_getset = lane_properties,
+};

@@ -1,0 +1,127 @@
+/* Sleeping until a lane is ready, and moving the bytes of several. */
+
+#define LANES_MAX 64
+#define LOOK_NS 25000
+#define LOOK_BYTES_MAX (64 << 10)
+#define LOOKS_LEFT_OUT_MAX 255
+
+/* Whether a lane waits for nothing but a small answer, and looking for it has paid lately. */
+static bool may_look(Lane *lane)
+{
+    pthread_mutex_lock(&lane->mutex);
+    bool may = !lane->closed && lane->first && !lane->sending && !lane->landing &&
+               lane->first->expected <= LOOK_BYTES_MAX &&
+               lane->looks_left_out++ >= lane->looks_to_leave_out;
+    pthread_mutex_unlock(&lane->mutex);
+    return may;
+}
+
+/* Look for an answer for a moment, before going to sleep for it: to wake a core that has gone idle
+ * takes longer than most answers take. Whoever else wants this core has it in between. Where
+ * answers take longer, or the other side has no other core, it is tried less and less. */
+static bool look(Lane *lane, Finished *finished)
+{
+    int64_t end = now_ns() + LOOK_NS;
+    bool over;
+    do {
+        move_lane(lane, POLLIN, finished);
+        over = finished->first || lane->evidence[0];
+        if (!over)
+            sched_yield();
+    } while (!over && now_ns() < end);
+    pthread_mutex_lock(&lane->mutex);
+    lane->looks_left_out = 0;
+    int more = 2 * lane->looks_to_leave_out + 1;
+    lane->looks_to_leave_out = over ? 0 : more < LOOKS_LEFT_OUT_MAX ? more : LOOKS_LEFT_OUT_MAX;
+    pthread_mutex_unlock(&lane->mutex);
+    return over;
+}
+
+/* Sleep until a lane is ready, move bytes, until something has finished or time is over. */
+static int progress_lanes(Lane **lanes, int count, int64_t timeout_ns, Finished *finished)
+{
+    struct pollfd polled[LANES_MAX];
+    int64_t deadline = timeout_ns ? now_ns() + timeout_ns : 0;
+    if (timeout_ns && count == 1 && may_look(lanes[0]) && look(lanes[0], finished))
+        return 0;
+    for (;;) {
+        int64_t left = timeout_ns ? deadline - now_ns() : 0;
+        if (left < 0)
+            left = 0;
+        int usable = 0;
+        bool busy = false;
+        for (int i = 0; i < count; i++) {
+            polled[i].events = enter_poll(lanes[i], &polled[i].fd, &busy);
+            polled[i].revents = 0;
+            usable += polled[i].fd >= 0;
+        }
+        int ready = 0;
+        if (busy || !timeout_ns) {
+            struct timespec span = {left / 1000000000, left % 1000000000};
+            ready = ppoll(polled, (nfds_t)count, &span, NULL);
+        }
+        int error = ready < 0 ? errno : 0;
+        bool broken = usable < count;
+        for (int i = 0; i < count; i++) {
+            if (polled[i].fd < 0)
+                continue;
+            leave_poll(lanes[i]);
+            if (ready > 0 && polled[i].revents) {
+                move_lane(lanes[i], polled[i].revents, finished);
+                broken |= lanes[i]->evidence[0] != 0;
+            }
+        }
+        if (error)
+            return error;
+        if (finished->first || broken || !busy || !timeout_ns || (ready == 0 && left == 0))
+            return 0;
+    }
+}
+
+PyDoc_STRVAR(progress_doc,
+             "progress(lanes, timeout_s)\n--\n\n"
+             "Move bytes both ways, sleeping without the interpreter's lock, until a request has "
+             "ended, a lane is broken, nothing is under way, or time is over. Returns [(item, "
+             "status, place)]. Several threads may do so at once.");
+
+static PyObject *progress(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    if (check_count(count, 2, "progress"))
+        return NULL;
+    double timeout_s = PyFloat_AsDouble(args[1]);
+    if (timeout_s == -1.0 && PyErr_Occurred())
+        return NULL;
+    if (timeout_s < 0)
+        timeout_s = 0;
+    else if (timeout_s > 3600) /* also keeps the product below in range */
+        timeout_s = 3600;
+    PyObject *given = PySequence_Tuple(args[0]);
+    if (!given)
+        return NULL;
+    Py_ssize_t n = PyTuple_GET_SIZE(given);
+    Lane *lanes[LANES_MAX];
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *lane = PyTuple_GET_ITEM(given, i);
+        if (n > LANES_MAX || !Py_IS_TYPE(lane, &lane_type)) {
+            PyErr_Format(PyExc_TypeError, "progress takes up to %d lanes", LANES_MAX);
+            Py_DECREF(given);
+            return NULL;
+        }
+        lanes[i] = (Lane *)lane;
+    }
+    Finished finished = {NULL, &finished.first};
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    error = progress_lanes(lanes, (int)n, (int64_t)(timeout_s * 1e9), &finished);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(given);
+    PyObject *list = hand_over(finished.first);
+    if (error && error != EINTR) {
+        Py_XDECREF(list);
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    /* A signal ends the sleep early: its Python handler runs when we are back. */
+    return list;
+}
