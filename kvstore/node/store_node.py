@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvstore.errors import Fenced, KVStoreError, StoreClosed
+from kvstore.errors import StoreClosed
 from kvstore.node.node_index import NodeIndex
+from kvstore.node.registration import Registration
 from kvstore.wire import messages as m
-from kvstore.wire.master_link import MasterLink
 from kvstore.wire.peer_messages import (
     TO_NODE,
     AskSegment,
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from transfer import Region, RegionKey, TransferEngine
 
 logger = logging.getLogger(__name__)
-
-RETRY_S: Final = 0.1
 
 
 class StoreNode:
@@ -62,12 +60,7 @@ class StoreNode:
     ) -> None:
         self._engine = engine
         self._config = config
-        self._link = MasterLink(
-            master_address,
-            secret=secret,
-            identity=f"{engine.name}.node",
-            timeout_s=config.request_timeout_s,
-        )
+        self._registration = Registration(engine, master_address, config, secret=secret)
         self._memory: Memory | None = None
         self._region: Region | None = None
         self._index = NodeIndex(config.segment_bytes)
@@ -75,10 +68,7 @@ class StoreNode:
         self._offers: dict[str, RegionKey] = {}
         self._offer_lock = threading.Lock()
         self._closing = False
-        self._awake = threading.Event()
-        self._registered = threading.Event()
         self._untouched = True
-        self._thread = threading.Thread(target=self._run, name="store-node", daemon=True)
 
     @property
     def name(self) -> str:
@@ -89,22 +79,14 @@ class StoreNode:
         """Lend the memory. Registration goes on in the background; see `wait_registered`."""
         self._memory = allocate(self._config.segment_bytes)
         self._region = self._engine.register(self._memory)
-        self._thread.start()
+        self._registration.open([self])
 
     def close(self) -> None:
         """Take the memory back from the pool; what only it held is gone. Idempotent."""
         if self._closing:
             return
         self._closing = True
-        self._awake.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        try:
-            if self._registered.is_set():
-                self._link.ask(m.Leave(self.name), m.Done)
-        except KVStoreError as error:
-            logger.info("store node %s left without saying so: %s", self.name, error)
-        self._link.close()
+        self._registration.close()
         if self._region is not None and self._memory is not None:
             self._engine.release(self._region)
             self._memory.close()
@@ -118,13 +100,11 @@ class StoreNode:
 
     def wait_registered(self, timeout_s: float) -> bool:
         """Wait until the master knows this node; False at the deadline."""
-        return self._registered.wait(timeout_s)
+        return self._registration.wait(timeout_s)
 
     def use_master(self, address: str) -> None:
         """Register with another master from now on."""
-        self._registered.clear()
-        self._link.redirect(address)
-        self._awake.set()
+        self._registration.use_master(address)
 
     def on_notify(self, peer: str, payload: bytes) -> bool:
         """Take a note if it is for a store node.
@@ -161,51 +141,34 @@ class StoreNode:
             self._offers[name] = key
             return key
 
-    def _run(self) -> None:
-        while not self._closing and self._beat():
-            # Unregistered, it tries again soon: the master may be just starting.
-            registered = self._registered.is_set()
-            pause_s = self._config.heartbeat_s if registered else RETRY_S
-            self._awake.wait(pause_s)
-            self._awake.clear()
+    # -- what registration asks for -------------------------------------------------------------
 
-    def _beat(self) -> bool:
-        """Tell the master that we live; False if it wants nothing of us ever again."""
-        try:
-            registered = self._registered.is_set()
-            if registered and not self._link.ask(m.Heartbeat(self.name), m.Known).known:
-                logger.info("the master does not know store node %s (any more)", self.name)
-                self._registered.clear()
-                registered = False
-            if not registered:
-                self._register()
-        except Fenced:
-            logger.warning("store node %s is fenced", self.name)
-            return False
-        except KVStoreError as error:
-            logger.debug("heartbeat of store node %s: %s", self.name, error)
-        return True
+    @property
+    def number(self) -> int:
+        """The only segment's number."""
+        return 0
 
-    def _register(self) -> None:
-        assert self._region is not None
+    @property
+    def medium(self) -> m.Medium:
+        """What the segment lies in."""
+        return m.Medium.DRAM
+
+    @property
+    def nbytes(self) -> int:
+        """The segment's size."""
+        return self._config.segment_bytes
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody was ever given access to the segment."""
+        return self._untouched
+
+    def held(self) -> m.HeldBlocks:
+        """Return what lies in the segment, verified."""
+        if self._region is None:
+            raise StoreClosed(what="StoreNode", problem="not open")
         with self._index_lock:
-            held = self._index.verified(self._region.tensor.numpy())
-        request = m.Register(
-            node=self.name,
-            address=self._engine.address,
-            capacity=self._config.segment_bytes,
-            untouched=self._untouched,
-            held=held,
-        )
-        adopted = self._link.ask(request, m.Registered).adopted
-        self._registered.set()
-        logger.info(
-            "store node %s lends %s bytes; %s of %s blocks known again",
-            self.name,
-            self._config.segment_bytes,
-            adopted,
-            len(held.keys),
-        )
+            return self._index.verified(self._region.tensor.numpy())
 
     def _answer(self, peer: str, ask_id: int) -> None:
         try:
