@@ -50,13 +50,17 @@ class MasterUnavailable(KVStoreError):
 
 
 class MasterRefused(KVStoreError):
-    """The master answered, and the answer is that the request is not legal."""
+    """The master answered, and the answer is that the request is not legal.
 
-    def __init__(self, *, operation: str, problem: str) -> None:
+    `reason` is one of `kvstore.wire.columns.RefusalReason`.
+    """
+
+    def __init__(self, *, operation: str, problem: str, reason: str = "malformed") -> None:
         message = f"store master refused {operation}: {problem}"
-        super().__init__(message, operation=operation, problem=problem)
+        super().__init__(message, operation=operation, problem=problem, reason=reason)
         self.operation = operation
         self.problem = problem
+        self.reason = reason
 
 
 class Fenced(KVStoreError):

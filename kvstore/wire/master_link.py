@@ -91,7 +91,9 @@ class MasterLink:
         if isinstance(reply, m.Refused):
             if reply.reason is m.RefusalReason.FENCED:
                 raise Fenced(incarnation=self._identity)
-            raise MasterRefused(operation=operation, problem=reply.problem)
+            raise MasterRefused(
+                operation=operation, problem=reply.problem, reason=str(reply.reason)
+            )
         if not isinstance(reply, expected):
             raise MasterRefused(operation=operation, problem=f"answered {type(reply).__name__}")
         return reply

@@ -129,7 +129,11 @@ class MasterStatistics(msgspec.Struct, frozen=True, tag="statistics", kw_only=Tr
 
 
 class BlockList(msgspec.Struct, frozen=True, tag="block_list"):
-    """Blocks in the order of their keys, as columns; `copies` are positions in `nodes`."""
+    """Blocks in the order of their keys, as columns; `copies` are positions in `nodes`.
+
+    `offsets` say where each of these copies begins in its segment; `checksums` and `chunk_bytes`
+    are as in `HeldBlocks`.
+    """
 
     keys: list[bytes]
     lengths: list[int]
@@ -140,6 +144,9 @@ class BlockList(msgspec.Struct, frozen=True, tag="block_list"):
     nodes: list[NodeAddress]
     copies: list[list[int]]
     more: bool
+    offsets: list[list[int]] = []
+    checksums: list[int] = []
+    chunk_bytes: list[int] = []
 
 
 class SegmentFigures(msgspec.Struct, frozen=True, kw_only=True):
