@@ -110,8 +110,15 @@ def _expected(kind: Any, field: FieldInfo, *, optional: bool) -> str:
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         words = "one of " + ", ".join(member.value for member in kind)
     else:
-        words = " ".join([_NOUNS.get(kind, str(kind)), _bounds(field.metadata)]).strip()
+        words = " ".join([_noun(kind), _bounds(field.metadata)]).strip()
     return f"{words}, or null" if optional else words
+
+
+def _noun(kind: Any) -> str:
+    members = typing.get_args(kind)
+    if members and isinstance(members[0], type) and issubclass(members[0], BaseModel):
+        return f"a list of {{{', '.join(members[0].model_fields)}}}"
+    return _NOUNS.get(kind, str(kind))
 
 
 def _bounds(metadata: list[Any]) -> str:

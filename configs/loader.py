@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,7 @@ def _meaning(setting: Setting, entry: Entry) -> Any:
         return None
     if setting.kind is Path and isinstance(value, str) and value:
         return entry.base / Path(value).expanduser()
-    if entry.is_text and setting.kind == tuple[str, ...]:
+    if entry.is_text and typing.get_origin(setting.kind) is tuple:
         return _list(value)
     return value
 

@@ -15,8 +15,13 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.certificates import check_certificates, check_pair, check_readable
 from configs.dispatch_options import CombineMode, CombineWire, DispatchWire
+from configs.files import DirectIO as DirectIO
+from configs.files import FileConfig as FileConfig
+from configs.files import SyncPolicy as SyncPolicy
 from configs.frozen import Frozen
-from configs.kv_events import KVEventsConfig
+from configs.kv_events import KVEventsConfig as KVEventsConfig
+from configs.kvstore import Eviction as Eviction
+from configs.kvstore import KVStoreConfig as KVStoreConfig
 
 
 class DType(StrEnum):
@@ -52,16 +57,6 @@ class DispatchBackend(StrEnum):
 
     TRANSFER = "transfer"
     COLLECTIVE = "collective"
-
-
-class Eviction(StrEnum):
-    """Which blocks of the pool make room: `lru` the least recently used, `s3_fifo` those not used
-    again soon, `prefix_aware` the leaves that are seen to be of least use.
-    """
-
-    LRU = "lru"
-    S3_FIFO = "s3_fifo"
-    PREFIX_AWARE = "prefix_aware"
 
 
 class MissingExperts(StrEnum):
@@ -202,40 +197,6 @@ class TransferConfig(Frozen):
         return self
 
 
-class DirectIO(StrEnum):
-    """`require` refuses a file system without O_DIRECT, `prefer` goes through the page cache there
-    and says so, `off` always goes through it.
-    """
-
-    REQUIRE = "require"
-    PREFER = "prefer"
-    OFF = "off"
-
-
-class SyncPolicy(StrEnum):
-    """When bytes of a slab survive a power cut: `on_request` after `sync()`, `each_write` when the
-    write has ended. A killed process loses no ended write with either.
-    """
-
-    ON_REQUEST = "on_request"
-    EACH_WRITE = "each_write"
-
-
-class FileConfig(Frozen):
-    """A slab: a preallocated file whose blocks are read and written past the page cache."""
-
-    direct: DirectIO = DirectIO.PREFER
-    sync: SyncPolicy = SyncPolicy.ON_REQUEST
-    threads: int = Field(4, ge=1, le=64, description="System calls under way at once.")
-    queued_max: int = Field(
-        256, ge=1, description="Operations that wait or run; further ones wait for room."
-    )
-    io_bytes: int = Field(
-        1 << 20, ge=1 << 16, multiple_of=1 << 16, description="Largest single system call."
-    )
-    operation_timeout_s: float = Field(30.0, gt=0, description="Deadline that no call names.")
-
-
 class DispatchConfig(Frozen):
     """Token dispatch and combine across expert-parallel ranks."""
 
@@ -266,45 +227,6 @@ class DispatchConfig(Frozen):
         gt=0,
         description="Receive windows hold this many times a rank's even share of the choices.",
     )
-
-
-class KVStoreConfig(Frozen):
-    """The pooled KV-cache store."""
-
-    enabled: bool = Field(True, description="Lend memory to the pool, and use it.")
-    segment_bytes: int = Field(
-        64 << 20, ge=1 << 16, description="DRAM that each worker lends to the pool."
-    )
-    lease_s: float = Field(
-        10.0, gt=0, description="How long a looked-up block is safe from eviction."
-    )
-    eviction: Eviction = Field(Eviction.LRU, description="Which blocks make room for others.")
-    request_timeout_s: float = Field(
-        2.0, gt=0, description="Deadline of one request to the store master."
-    )
-    heartbeat_s: float = Field(
-        1.0, gt=0, description="How often a store node tells the master that it is alive."
-    )
-    node_silence_s: float = Field(
-        10.0,
-        gt=0,
-        description="The master forgets a node's blocks after this silence, until it speaks again.",
-    )
-    open_put_s: float = Field(
-        30.0,
-        gt=0,
-        description="Longest time from allocation to commit; then the space is quarantined.",
-    )
-    put_queue_blocks: int = Field(
-        256,
-        ge=1,
-        description="Full blocks waiting to be written through; beyond it the newest are skipped.",
-    )
-    expert_backup: bool = Field(
-        True,
-        description="Keep a copy of each expert in the pool, on another worker than its owner.",
-    )
-    events: KVEventsConfig = KVEventsConfig()
 
 
 class ElasticConfig(Frozen):

@@ -1,0 +1,89 @@
+"""The pooled KV-cache store."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from configs.frozen import Frozen
+from configs.kv_events import KVEventsConfig
+from configs.kvstore_segments import ScrubConfig, SegmentConfig
+
+
+class Eviction(StrEnum):
+    """Which blocks of the pool make room: `lru` the least recently used, `s3_fifo` those not used
+    again soon, `prefix_aware` the leaves that are seen to be of least use.
+    """
+
+    LRU = "lru"
+    S3_FIFO = "s3_fifo"
+    PREFIX_AWARE = "prefix_aware"
+
+
+class KVStoreConfig(Frozen):
+    """The pooled KV-cache store."""
+
+    enabled: bool = Field(True, description="Lend memory to the pool, and use it.")
+    segment_bytes: int = Field(
+        64 << 20, ge=1 << 16, description="DRAM that each worker lends to the pool."
+    )
+    segments: tuple[SegmentConfig, ...] = Field(
+        (),
+        max_length=64,
+        description="What each worker lends, one segment after the other; none: DRAM of"
+        " `segment_bytes`.",
+    )
+    verify_bytes: int = Field(
+        1 << 30,
+        ge=0,
+        description="Bytes of a segment that are verified before a node tells a master what it"
+        " holds; the others are by the scrubber, and by who reads them.",
+    )
+    copy_bytes: int = Field(
+        16 << 20, ge=1 << 20, description="Most bytes of the master's copies under way in a node."
+    )
+    scrub: ScrubConfig = ScrubConfig()
+    lease_s: float = Field(
+        10.0, gt=0, description="How long a looked-up block is safe from eviction."
+    )
+    eviction: Eviction = Field(Eviction.LRU, description="Which blocks make room for others.")
+    request_timeout_s: float = Field(
+        2.0, gt=0, description="Deadline of one request to the store master."
+    )
+    heartbeat_s: float = Field(
+        1.0, gt=0, description="How often a store node tells the master that it is alive."
+    )
+    node_silence_s: float = Field(
+        10.0,
+        gt=0,
+        description="The master forgets a node's blocks after this silence, until it speaks again.",
+    )
+    open_put_s: float = Field(
+        30.0,
+        gt=0,
+        description="Longest time from allocation to commit; then the space is quarantined.",
+    )
+    put_queue_blocks: int = Field(
+        256,
+        ge=1,
+        description="Full blocks waiting to be written through; beyond it the newest are skipped.",
+    )
+    expert_backup: bool = Field(
+        True,
+        description="Keep a copy of each expert in the pool, on another worker than its owner.",
+    )
+    events: KVEventsConfig = KVEventsConfig()
+
+    @property
+    def lent(self) -> tuple[SegmentConfig, ...]:
+        """The segments of a node, by their numbers."""
+        return self.segments or (SegmentConfig(bytes=self.segment_bytes),)
+
+    @model_validator(mode="after")
+    def _one_owner_per_file(self) -> Self:
+        paths = [segment.path for segment in self.segments if segment.path is not None]
+        if len(set(paths)) != len(paths):
+            raise ValueError("two segments name one path")
+        return self
