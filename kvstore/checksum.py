@@ -1,10 +1,23 @@
-"""xxh3_64 over a block's bytes: computed by the writer, verified by every reader after its copy."""
+"""xxh3_64 over a block's bytes: computed by the writer, verified by every reader after its copy.
+
+A block may carry a part table, so that a range of it can be verified without the rest:
+
+    offset                                   nbytes (payload)             + 8 per chunk
+    [ chunk 0 )[ chunk 1 ) ... [ last, short )[ xxh3_64 of each, little-endian )
+
+The block's checksum is then that of the table. Tables are of `chunk_bytes` > 0; 0 means none.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+CHECKSUM_BYTES: Final = 8
 
 
 def block_checksums(
@@ -16,3 +29,68 @@ def block_checksums(
         xxhash.xxh3_64_intdigest(view[offset : offset + length])
         for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True)
     ]
+
+
+def joined_checksum(pieces: Iterable[NDArray[np.uint8]]) -> int:
+    """Return the checksum of pieces as if they lay behind one another."""
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece.data)
+    return state.intdigest()
+
+
+def table_bytes(nbytes: int, chunk_bytes: int) -> int:
+    """Return the size of the part table of a payload; 0 if it has none."""
+    assert nbytes >= 0, nbytes
+    return CHECKSUM_BYTES * -(-nbytes // chunk_bytes) if chunk_bytes else 0
+
+
+def part_table(pieces: Sequence[NDArray[np.uint8]], chunk_bytes: int) -> NDArray[np.uint8]:
+    """Return the part table of a payload that lies in pieces.
+
+    Args:
+        pieces: [.] uint8 each, the payload in order.
+        chunk_bytes: At least 1.
+
+    Returns:
+        [8 * ceil(nbytes / chunk_bytes)] uint8.
+    """
+    assert chunk_bytes > 0, chunk_bytes
+    checksums: list[int] = []
+    state, filled = xxhash.xxh3_64(), 0
+    for piece in pieces:
+        view = piece.data
+        start = 0
+        while start < len(view):
+            step = min(len(view) - start, chunk_bytes - filled)
+            state.update(view[start : start + step])
+            start, filled = start + step, filled + step
+            if filled == chunk_bytes:
+                checksums.append(state.intdigest())
+                state.reset()
+                filled = 0
+    if filled:
+        checksums.append(state.intdigest())
+    return np.array(checksums, dtype="<u8").view(np.uint8)
+
+
+def table_checksum(table: NDArray[np.uint8]) -> int:
+    """Return the checksum of a block whose part table this is."""
+    return xxhash.xxh3_64_intdigest(table.data)
+
+
+def verify_stored(memory: NDArray[np.uint8], nbytes: int, checksum: int, chunk_bytes: int) -> bool:
+    """Tell whether a block is whole, table and every chunk included.
+
+    Args:
+        memory: [nbytes + table_bytes(nbytes, chunk_bytes)] uint8, as stored.
+        nbytes: Bytes of payload.
+        checksum: The block's.
+        chunk_bytes: 0 if it has no table.
+    """
+    payload, table = memory[:nbytes], memory[nbytes:]
+    if not chunk_bytes:
+        return xxhash.xxh3_64_intdigest(payload.data) == checksum
+    if table_checksum(table) != checksum:
+        return False
+    return bool(np.array_equal(part_table([payload], chunk_bytes), table))
