@@ -1,6 +1,24 @@
 """Blocks, segments, leases and open puts as one whole: what a block's bytes are counted under.
 
 The master decides; the catalog carries out single changes so that all four stay in step.
+
+Policies that plan copies (draining, promotion, hot blocks, ...) work on this, in rows of
+`kvstore/master/copy_table.py`: one row, a small int, per copy of a block.
+
+    copies(key) -> [row]                   committed copies of a block
+    rows_in(segment) -> [row]              committed copies in one segment; O(all rows)
+    open_copy(row, target, now) -> id      space in segment `target` for another copy of this
+                                           block, written by the node of `row`, whose bytes stay
+                                           in place meanwhile; None: no room (nothing is evicted)
+    commit_copy(id) -> bool                it is written and verified; False: too late, or gone
+    abort_copy(id, at_rest=...)            at_rest: nothing is under way, the space is free again;
+                                           else it is quarantined until the source node is dead
+    drop(row)                              one copy goes (the block with its last)
+    observers: list[PoolObserver]          told of stored(row), hit(rows), evicting(row),
+                                           dropped(row), joined(segment), left(segment)
+
+A copy counts as an open put of the source node: a fenced node's copies are quarantined, those of
+a dead one freed, those into a lost segment forgotten (`commit_copy` is False then).
 """
 
 from __future__ import annotations
