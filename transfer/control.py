@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 LINGER_MS = 200
 _POLL_MS = 100
 # Larger messages close the connection: nothing on this channel is anywhere near.
-_MESSAGE_BYTES_MAX = 64 << 20
+MESSAGE_BYTES_MAX = 64 << 20
 
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -35,7 +35,14 @@ _encode_failure = msgspec.msgpack.Encoder().encode
 _decode_failure = msgspec.msgpack.Decoder(_Failure).decode
 _OK, _FAILED = b"\0", b"\1"
 
-__all__ = ["RpcClient", "RpcServer", "secure_client", "secure_server"]
+__all__ = [
+    "MESSAGE_BYTES_MAX",
+    "RpcClient",
+    "RpcServer",
+    "read_reply",
+    "secure_client",
+    "secure_server",
+]
 
 
 def _parse_failure(data: bytes) -> _Failure:
@@ -43,6 +50,22 @@ def _parse_failure(data: bytes) -> _Failure:
         return _decode_failure(data)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ControlError(f"malformed failure from the server: {error}") from error
+
+
+def read_reply(frames: list[bytes], address: str) -> bytes:
+    """Return what a server answered: request id | reply.
+
+    Raises:
+        RemoteError: The handler raised.
+        ControlError: It is no reply.
+    """
+    reply = frames[1] if len(frames) == 2 else b""
+    if reply[:1] == _FAILED:
+        failure = _parse_failure(reply[1:])
+        raise RemoteError(failure.kind, failure.detail)
+    if reply[:1] != _OK:
+        raise ControlError(f"malformed reply of {len(frames)} frames from {address}")
+    return reply[1:]
 
 
 class RpcServer:
@@ -83,7 +106,7 @@ class RpcServer:
         socket = context.socket(zmq.ROUTER)
         socket.linger = LINGER_MS
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.maxmsgsize = _MESSAGE_BYTES_MAX
+        socket.maxmsgsize = MESSAGE_BYTES_MAX
         secure_server(socket, self._secret)
         try:
             socket.bind(f"tcp://{self._host}:{self._port or '*'}")
@@ -187,13 +210,7 @@ class RpcClient:
             frames = socket.recv_multipart()
             if frames[0] == request_id:
                 break
-        reply = frames[1] if len(frames) == 2 else b""
-        if reply[:1] == _FAILED:
-            failure = _parse_failure(reply[1:])
-            raise RemoteError(failure.kind, failure.detail)
-        if reply[:1] != _OK:
-            raise ControlError(f"malformed reply of {len(frames)} frames from {self._address}")
-        return reply[1:]
+        return read_reply(frames, self._address)
 
     def _connected(self) -> zmq.Socket[bytes]:
         if self._closed:
@@ -203,7 +220,7 @@ class RpcClient:
         if self._socket is None:
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
-            socket.maxmsgsize = _MESSAGE_BYTES_MAX
+            socket.maxmsgsize = MESSAGE_BYTES_MAX
             secure_client(socket, self._secret, identity=self._identity)
             socket.connect(f"tcp://{self._address}")
             self._socket = socket
