@@ -1,8 +1,17 @@
-"""The store master as a process's service: receive, step, reply."""
+"""The store master as a process's service: receive, step, reply.
+
+    opened ──▶ LEADING (at a fixed address)
+    opened ──▶ STANDING BY ── lead(term) ──▶ LEADING ── stand_down() ──▶ STANDING BY
+
+Who stands by refuses all requests (`NOT_LEADING`), and each time it leads it starts with an empty
+index, which the nodes fill. So does a leader whose time is over that was not confirmed again: a
+process that was stopped does not go on as if nothing had happened.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +23,7 @@ from kvstore.events.event_log import EventLog
 from kvstore.events.publisher import EventPublisher
 from kvstore.master.store_master import MasterTiming, StoreMaster
 from kvstore.wire import messages as m
+from kvstore.wire.envelope import Answer, seal
 from transfer.control import RpcServer
 from transfer.errors import ControlError
 
@@ -32,6 +42,9 @@ class MasterServer:
         host: Address to listen on.
         port: 0 picks a free one.
         clock: Seconds, monotonic.
+        standby: Wait for `lead`.
+        rebuild_s: How long after its start nodes may be telling it still what they hold; 0 where
+            the pool starts with it.
     """
 
     def __init__(
@@ -42,19 +55,21 @@ class MasterServer:
         host: str = "127.0.0.1",
         port: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        standby: bool = False,
+        rebuild_s: float = 0.0,
     ) -> None:
-        timing = MasterTiming(
-            lease_s=config.lease_s, silence_s=config.node_silence_s, put_s=config.open_put_s
-        )
-        self.events: EventPublisher | None = None
-        log: EventLog | None = None
-        if config.events.enabled:
-            self.events = EventPublisher(config.events, secret=secret)
-            # Microseconds since the epoch: more than any number that an earlier master reached.
-            log = EventLog(first_sequence=time.time_ns() // 1000)
-        self._master = StoreMaster(timing, events=log, eviction=config.eviction)
-        self._lock = threading.Lock()  # the server's thread, and whoever calls the methods below
+        self._config = config
+        self._secret = secret
+        self._standby = standby
+        self._rebuild_s = rebuild_s
         self._clock = clock
+        self._lock = threading.Lock()  # the server's thread, and whoever calls the methods below
+        self._term = 0
+        self._leads_until_s = -math.inf
+        self._rebuilt_s = -math.inf
+        self._telling: dict[tuple[str, int], float] = {}  # segment -> its last piece, of several
+        self.events: EventPublisher | None = None
+        self._master = self._new_master()
         self._server = RpcServer(secret, self._handle, host=host, port=port)
 
     @property
@@ -68,20 +83,51 @@ class MasterServer:
         Raises:
             ControlError: An address can't be bound.
         """
-        if self.events is not None:
-            self.events.open()
-            self._publish(self.events)
+        if not self._standby:
+            self.lead(term=0, until_s=math.inf)
         try:
             self._server.open()
         except ControlError:
-            self._close_events()
+            self.stand_down()
             raise
         logger.info("store master listens on %s", self.address)
+
+    def lead(self, *, term: int, until_s: float) -> None:
+        """Answer requests from now on, with an empty index.
+
+        Args:
+            term: Larger than that of any master that led this shard before.
+            until_s: Of the clock; see `confirm`.
+
+        Raises:
+            ControlError: The events' addresses can't be bound.
+        """
+        with self._lock:
+            self._close_events()
+            self._master = self._new_master()
+            if self.events is not None:
+                self.events.open()
+                self._publish(self.events)
+            self._term = term
+            self._leads_until_s = until_s
+            self._rebuilt_s = self._clock() + self._rebuild_s
+            self._telling.clear()
+
+    def confirm(self, until_s: float) -> None:
+        """It leads on, for now until then; without this it answers nothing after its time."""
+        with self._lock:
+            self._leads_until_s = until_s
+
+    def stand_down(self) -> None:
+        """Answer nothing until it leads again."""
+        with self._lock:
+            self._leads_until_s = -math.inf
+            self._close_events()
 
     def close(self) -> None:
         """Stop; what the pool holds stays with the nodes."""
         self._server.close()
-        self._close_events()
+        self.stand_down()
 
     def __enter__(self) -> MasterServer:
         self.open()
@@ -114,15 +160,46 @@ class MasterServer:
             request = m.decode_request(payload)
         except msgspec.MsgspecError as error:
             logger.warning("malformed request from %s: %s", identity, error)
-            return m.encode(m.Refused(m.RefusalReason.MALFORMED, str(error)))
-        return m.encode(self._step(request))
+            return seal(Answer(reply=m.Refused(m.RefusalReason.MALFORMED, str(error))))
+        with self._lock:
+            now = self._clock()
+            if now >= self._leads_until_s:
+                refused = m.Refused(m.RefusalReason.NOT_LEADING, f"{self.address} stands by")
+                return seal(Answer(reply=refused, term=self._term))
+            reply = self._stepped(request, now)
+            return seal(Answer(reply=reply, term=self._term, rebuilding=self._rebuilding(now)))
 
     def _step(self, request: m.Request) -> m.Reply:
         with self._lock:
-            reply = self._master.step(request, self._clock())
-            if self.events is not None:
-                self._publish(self.events)
-            return reply
+            return self._stepped(request, self._clock())
+
+    def _stepped(self, request: m.Request, now: float) -> m.Reply:
+        reply = self._master.step(request, now)
+        if isinstance(request, m.Register | m.Hold):
+            where = request.node, request.segment
+            self._telling.pop(where, None)
+            if request.more:
+                self._telling[where] = now
+        if self.events is not None:
+            self._publish(self.events)
+        return reply
+
+    def _rebuilding(self, now: float) -> bool:
+        late_s = now - self._config.node_silence_s
+        while self._telling and (oldest := next(iter(self._telling.items())))[1] <= late_s:
+            del self._telling[oldest[0]]
+        return bool(self._telling) or now < self._rebuilt_s
+
+    def _new_master(self) -> StoreMaster:
+        config, log = self._config, None
+        if config.events.enabled:
+            self.events = EventPublisher(config.events, secret=self._secret)
+            # Microseconds since the epoch: more than any number that an earlier master reached.
+            log = EventLog(first_sequence=time.time_ns() // 1000)
+        timing = MasterTiming(
+            lease_s=config.lease_s, silence_s=config.node_silence_s, put_s=config.open_put_s
+        )
+        return StoreMaster(timing, events=log, eviction=config.eviction)
 
     def _publish(self, events: EventPublisher) -> None:
         if events.wants_state:

@@ -55,6 +55,7 @@ class RefusalReason(StrEnum):
     WRONG_TOKEN = "wrong_token"
     NOT_ENTERED = "not_entered"  # this master does not know the client's tenant: enter again
     UNKNOWN_NODE = "unknown_node"
+    NOT_LEADING = "not_leading"  # another master leads this shard, or nobody does: ask elsewhere
 
 
 class NodeAddress(msgspec.Struct, frozen=True, array_like=True):

@@ -1,30 +1,25 @@
-"""A client's or node's way to the store master: typed requests, deadlines, no repeated waiting."""
+"""A client's or node's way to one store master: typed requests, deadlines, no repeated waiting."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Final, TypeVar
 
-import msgspec
-
-from kvstore.errors import Fenced, MasterRefused, MasterUnavailable
+from kvstore.errors import MasterRefused, MasterUnavailable
 from kvstore.wire import messages as m
+from kvstore.wire.envelope import Answer
+from kvstore.wire.standing import MasterRecord, MasterStanding
 from transfer.control import RpcClient
-from transfer.errors import RpcTimeout, TransferError
-
-logger = logging.getLogger(__name__)
+from transfer.errors import TransferError
 
 ReplyT = TypeVar("ReplyT", bound=m.Reply)
-COOL_S_MAX: Final = 1.0
+PAUSE_S: Final = 0.05
+ATTEMPT_S: Final = 0.25  # first attempt of a patient request; each later one is twice as long
 
 
 class MasterLink:
     """Requests to one master. Thread-safe.
-
-    After a request ran into its deadline, further ones fail at once for a short while: a dead
-    master costs every caller one wait, not one wait per request.
 
     Args:
         address: The master's address.
@@ -37,68 +32,108 @@ class MasterLink:
         self._secret = secret
         self._identity = identity
         self._timeout_s = timeout_s
-        self._address = address
+        self.standing = MasterStanding(MasterRecord(address=address), identity=identity)
         self._rpc = RpcClient(address, secret, identity=identity)
         self._lock = threading.Lock()
-        self._silent_until = 0.0
+        self._users: dict[RpcClient, int] = {}  # requests under way on each
 
     @property
     def address(self) -> str:
         """Where requests go."""
-        return self._address
+        return self.standing.record.address
 
-    def redirect(self, address: str) -> None:
-        """Send later requests to another master; those under way end by themselves."""
-        rpc = RpcClient(address, self._secret, identity=self._identity)
+    def redirect(self, address: str, *, term: int = 0) -> None:
+        """Send later requests to another master, unless a later one is known already.
+
+        Those under way end by themselves.
+        """
         with self._lock:
-            previous, self._rpc, self._address = self._rpc, rpc, address
-            self._silent_until = 0.0
-        previous.close()
+            if not self.standing.meet(MasterRecord(address=address, term=term)):
+                return
+            previous = self._rpc
+            self._rpc = RpcClient(address, self._secret, identity=self._identity)
+            idle = previous not in self._users
+        if idle:
+            previous.close()
 
     def close(self) -> None:
         """Stop asking."""
         self._rpc.close()
 
     def ask(
-        self, request: m.Request, expected: type[ReplyT], *, timeout_s: float | None = None
+        self,
+        request: m.Request,
+        expected: type[ReplyT],
+        *,
+        timeout_s: float | None = None,
+        patient: bool = False,
     ) -> ReplyT:
         """Send a request and return the reply.
+
+        Args:
+            request: Safe to repeat if `patient`.
+            expected: Type of the reply.
+            timeout_s: Deadline; default: the link's.
+            patient: Ask again until the deadline if the master does not answer, or another takes
+                its place.
 
         Raises:
             MasterUnavailable: No answer in time; the request may or may not have been handled.
             Fenced: The sender's incarnation is out of the cluster.
             MasterRefused: The request is not legal.
         """
-        operation = type(request).__name__
-        patience_s = self._timeout_s if timeout_s is None else timeout_s
-        with self._lock:
-            rpc, address = self._rpc, self._address
-            if time.monotonic() < self._silent_until:
-                raise MasterUnavailable(
-                    operation=operation, address=address, problem="did not answer a moment ago"
-                )
-        try:
-            reply = m.decode_reply(rpc.request(m.encode(request), timeout_s=patience_s))
-        except RpcTimeout as error:
-            self._found_silent(address, patience_s)
-            raise MasterUnavailable(
-                operation=operation, address=address, problem=str(error)
-            ) from error
-        except (TransferError, msgspec.MsgspecError) as error:
-            raise MasterUnavailable(
-                operation=operation, address=address, problem=f"{type(error).__name__}: {error}"
-            ) from error
-        if isinstance(reply, m.Refused):
-            if reply.reason is m.RefusalReason.FENCED:
-                raise Fenced(incarnation=self._identity)
-            raise MasterRefused(
-                operation=operation, problem=reply.problem, reason=str(reply.reason)
-            )
-        if not isinstance(reply, expected):
-            raise MasterRefused(operation=operation, problem=f"answered {type(reply).__name__}")
-        return reply
+        answer = self.answer(request, timeout_s=timeout_s, patient=patient)
+        return expect(request, answer.reply, expected)
 
-    def _found_silent(self, address: str, waited_s: float) -> None:
+    def answer(
+        self, request: m.Request, *, timeout_s: float | None = None, patient: bool = False
+    ) -> Answer:
+        """Send a request and return what is said. Raises as `ask`."""
+        left_s = self._timeout_s if timeout_s is None else timeout_s
+        if not patient:
+            return self._attempt(request, left_s, patient=False)
+        deadline_s, attempt_s = time.monotonic() + left_s, ATTEMPT_S
+        while True:
+            asked = self.standing.record
+            try:
+                return self._attempt(request, min(attempt_s, left_s), patient=True)
+            except MasterUnavailable:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+            self.standing.wait_for_news(asked, min(PAUSE_S, left_s))
+            attempt_s *= 2
+            left_s = max(0.001, deadline_s - time.monotonic())
+
+    def _attempt(self, request: m.Request, timeout_s: float, *, patient: bool) -> Answer:
+        operation = type(request).__name__
         with self._lock:
-            if address == self._address:
-                self._silent_until = time.monotonic() + min(COOL_S_MAX, waited_s)
+            record = self.standing.admit(operation, patient=patient)
+            rpc = self._rpc
+            self._users[rpc] = self._users.get(rpc, 0) + 1
+        reply: bytes | TransferError
+        try:
+            reply = rpc.request(m.encode(request), timeout_s=timeout_s)
+        except TransferError as error:
+            reply = error
+        finally:
+            self._leave(rpc)
+        return self.standing.read(operation, record, reply)
+
+    def _leave(self, rpc: RpcClient) -> None:
+        with self._lock:
+            self._users[rpc] -= 1
+            if not self._users[rpc]:
+                del self._users[rpc]
+            unused = rpc is not self._rpc and rpc not in self._users
+        if unused:
+            rpc.close()
+
+
+def expect(request: m.Request, reply: m.Reply, expected: type[ReplyT]) -> ReplyT:
+    """Return the reply as what it must be. Raises MasterRefused if it is something else."""
+    if not isinstance(reply, expected):
+        raise MasterRefused(
+            operation=type(request).__name__, problem=f"answered {type(reply).__name__}"
+        )
+    return reply

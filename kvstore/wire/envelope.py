@@ -1,0 +1,60 @@
+"""The envelope of a master's reply: whose word it is, and how much of the pool it knows by now.
+
+    term (8 bytes, big-endian) | flags (1 byte) | MessagePack of one reply
+
+Terms count the masters that led one shard, one after the other. Who has heard of a term takes no
+reply of an older one: that master was replaced, and may be a process that was stopped and wakes.
+Masters at fixed addresses have no successors elsewhere, and the term 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.wire import messages as m
+
+HEADER_BYTES: Final = 9
+_REBUILDING: Final = 1
+
+
+class EnvelopeMalformed(ValueError):
+    """A reply without an envelope."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a master says.
+
+    Attributes:
+        reply: To the request.
+        term: Of the master.
+        rebuilding: It has just started, and nodes may be telling it still what they hold: that
+            a block is missing is not its last word.
+    """
+
+    reply: m.Reply
+    term: int = 0
+    rebuilding: bool = False
+
+
+def seal(answer: Answer) -> bytes:
+    """Return the bytes of an answer."""
+    flags = _REBUILDING if answer.rebuilding else 0
+    return answer.term.to_bytes(8, "big") + bytes((flags,)) + m.encode(answer.reply)
+
+
+def unseal(payload: bytes) -> Answer:
+    """Read an answer.
+
+    Raises:
+        EnvelopeMalformed: It is too short to be one.
+        msgspec.MsgspecError: What is in it is no reply.
+    """
+    if len(payload) < HEADER_BYTES:
+        raise EnvelopeMalformed(f"a reply of {len(payload)} bytes")
+    return Answer(
+        reply=m.decode_reply(payload[HEADER_BYTES:]),
+        term=int.from_bytes(payload[:8], "big"),
+        rebuilding=bool(payload[8] & _REBUILDING),
+    )
