@@ -4,9 +4,19 @@
     ├── MasterUnavailable      (retryable)
     ├── MasterRefused
     ├── Fenced
+    ├── TenantRefused
     ├── LeaseExpired           (retryable)
     ├── NodeUnreachable        (retryable)
+    ├── BlockUnreachable       (retryable)
+    ├── BlockCorrupt
+    ├── InvalidKey             (a ValueError)
+    ├── InvalidValue           (a ValueError)
+    ├── TooManyHolds
+    ├── SegmentUnusable
     ├── StoreClosed
+    ├── AdminTokenInvalid
+    ├── AdminRefused
+    ├── AdminUnavailable       (retryable)
     └── InvariantViolated
 
 Every error carries its facts as fields and survives pickling. `retryable` says whether the same
@@ -63,6 +73,17 @@ class MasterRefused(KVStoreError):
         self.reason = reason
 
 
+class TenantRefused(KVStoreError):
+    """The master does not know the tenant (`unknown_tenant`), or its token is another one
+    (`wrong_token`), or it wants to know a tenant and none is given (`not_entered`).
+    """
+
+    def __init__(self, *, tenant: str, reason: str) -> None:
+        super().__init__(f"tenant {tenant!r}: {reason}", tenant=tenant, reason=reason)
+        self.tenant = tenant
+        self.reason = reason
+
+
 class Fenced(KVStoreError):
     """This incarnation was declared out of the cluster; only a new one may use the store."""
 
@@ -96,12 +117,99 @@ class NodeUnreachable(KVStoreError):
         self.problem = problem
 
 
+class BlockUnreachable(KVStoreError):
+    """A block is in the pool, but no copy of it could be read from here in time."""
+
+    retryable: ClassVar[bool] = True
+
+    def __init__(self, *, key: bytes) -> None:
+        super().__init__(f"block {key.hex()}: no copy is within reach", key=key)
+        self.key = key
+
+
+class BlockCorrupt(KVStoreError):
+    """The bytes of a block did not match its checksum in any copy. The bad copies are reported
+    and dropped: asking again finds a miss, and the block can be put anew.
+    """
+
+    def __init__(self, *, key: bytes) -> None:
+        super().__init__(f"block {key.hex()}: no copy has the right bytes", key=key)
+        self.key = key
+
+
+class InvalidKey(KVStoreError, ValueError):
+    """A key is neither a name of 1 to `NAME_BYTES_MAX` bytes nor a key of 16 bytes."""
+
+    def __init__(self, *, problem: str) -> None:
+        super().__init__(f"invalid key: {problem}", problem=problem)
+        self.problem = problem
+
+
+class InvalidValue(KVStoreError, ValueError):
+    """A value cannot be stored, or a target cannot take one. Nothing was asked or moved."""
+
+    def __init__(self, *, problem: str) -> None:
+        super().__init__(f"invalid value: {problem}", problem=problem)
+        self.problem = problem
+
+
+class TooManyHolds(KVStoreError):
+    """More leases are held open than a client renews. Something does not close them."""
+
+    def __init__(self, *, held: int) -> None:
+        super().__init__(f"{held} leases are held already", held=held)
+        self.held = held
+
+
+class SegmentUnusable(KVStoreError):
+    """A file or device is not what a segment can lie in. Nothing of it was changed."""
+
+    def __init__(self, *, path: str, expected: str, seen: str) -> None:
+        super().__init__(
+            f"{path}: expected {expected}, seen {seen}", path=path, expected=expected, seen=seen
+        )
+        self.path = path
+        self.expected = expected
+        self.seen = seen
+
+
 class StoreClosed(KVStoreError):
     """The object was closed, or its thread ended on an unexpected error (`problem`)."""
 
     def __init__(self, *, what: str, problem: str = "closed") -> None:
         super().__init__(f"{what}: {problem}", what=what, problem=problem)
         self.what = what
+        self.problem = problem
+
+
+class AdminTokenInvalid(KVStoreError):
+    """The file of the administrators' token can't be used."""
+
+    def __init__(self, *, path: str, problem: str) -> None:
+        super().__init__(f"administrators' token {path}: {problem}", path=path, problem=problem)
+        self.path = path
+        self.problem = problem
+
+
+class AdminRefused(KVStoreError):
+    """The administration service said no; `status` is that of HTTP."""
+
+    def __init__(self, *, operation: str, status: int, problem: str) -> None:
+        message = f"{operation}: {problem}"
+        super().__init__(message, operation=operation, status=status, problem=problem)
+        self.operation = operation
+        self.status = status
+        self.problem = problem
+
+
+class AdminUnavailable(KVStoreError):
+    """The administration service gave no usable answer."""
+
+    retryable: ClassVar[bool] = True
+
+    def __init__(self, *, url: str, problem: str) -> None:
+        super().__init__(f"no answer from {url}: {problem}", url=url, problem=problem)
+        self.url = url
         self.problem = problem
 
 

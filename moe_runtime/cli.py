@@ -52,6 +52,11 @@ COMMANDS = {
         attribute="status_command",
         help="Show members, view and load of a running server.",
     ),
+    "store": LazyCommand(
+        module="moe_runtime.store_command",
+        attribute="store_command",
+        help="Administer the KV store: status, ls, verify, drain, rebalance, tenants.",
+    ),
     "doctor": LazyCommand(
         module="moe_runtime.doctor",
         attribute="doctor_command",

@@ -1,0 +1,1 @@
+"""What administrators ask of the store: over the masters' wire, over HTTP, and as metrics."""

@@ -1,0 +1,253 @@
+"""Administration over the masters' wire: one question to each master, one answer of the pool.
+
+status, segments, tenants    every master, added up
+blocks                       one page of every master, merged in the order of the keys
+drain, rebalance, set_quota  every master, as each holds a share of every segment
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from heapq import merge
+from typing import Final, TypeVar
+
+import msgspec
+
+from kvstore.admin.reports import (
+    BlockPage,
+    BlockReport,
+    CopyReport,
+    DrainReport,
+    MasterReport,
+    PoolReport,
+    RebalanceReport,
+    SegmentReport,
+    TenantPage,
+)
+from kvstore.errors import KVStoreError, MasterRefused
+from kvstore.keys import KEY_BYTES
+from kvstore.wire import messages as m
+from kvstore.wire.master_link import MasterLink
+
+ReplyT = TypeVar("ReplyT", bound=m.Reply)
+PAGE_MAX: Final = 1 << 14
+
+
+class StoreAdmin:
+    """An administrator of one pool. Thread-safe; every call has a deadline.
+
+    Args:
+        masters: Addresses of all masters, in the order of their shards.
+        secret: The cluster secret.
+        timeout_s: Deadline of one request to a master.
+    """
+
+    def __init__(self, masters: Sequence[str], *, secret: bytes, timeout_s: float = 5.0) -> None:
+        if not masters:
+            raise ValueError("a pool has at least one master")
+        identity = f"admin-{secrets.token_hex(8)}"
+        self.name: Final = identity
+        self._links = [
+            MasterLink(address, secret=secret, identity=f"{identity}.{i}", timeout_s=timeout_s)
+            for i, address in enumerate(masters)
+        ]
+
+    def close(self) -> None:
+        """Ask no more."""
+        for link in self._links:
+            link.close()
+
+    def __enter__(self) -> StoreAdmin:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def use_master(self, shard: int, address: str) -> None:
+        """Ask another process for one shard from now on."""
+        self._links[shard].redirect(address)
+
+    # -- questions ----------------------------------------------------------------------------
+
+    def status(self) -> PoolReport:
+        """Return figures of masters and segments; a master that is away is a row that says so."""
+        masters: list[MasterReport] = []
+        figures: list[m.SegmentFigures] = []
+        totals: dict[str, int] = {}
+        for link in self._links:
+            try:
+                statistics = msgspec.structs.asdict(link.ask(m.Observe(), m.MasterStatistics))
+                figures += link.ask(m.ListSegments(), m.SegmentList).segments
+            except KVStoreError as error:
+                masters.append(MasterReport(address=link.address, problem=str(error), figures={}))
+                continue
+            masters.append(MasterReport(address=link.address, problem=None, figures=statistics))
+            for name, value in statistics.items():
+                totals[name] = totals.get(name, 0) + value
+        segments = _added_up(figures)
+        if masters:
+            totals["nodes"] = len({segment.node for segment in segments})
+        return PoolReport(masters=masters, segments=segments, totals=totals)
+
+    def blocks(
+        self,
+        *,
+        after: str = "",
+        limit: int = 1000,
+        tenant: str | None = None,
+        group: str | None = None,
+    ) -> BlockPage:
+        """Return a page of blocks in the order of their keys.
+
+        Args:
+            after: Hexadecimal key that the page begins behind; "" is the start.
+            limit: Most blocks.
+            tenant: Only of this tenant.
+            group: Only of this group.
+
+        Raises:
+            ValueError: `after` is no key, or the limit is out of range.
+            MasterUnavailable: A master did not answer; half a page would be a wrong one.
+        """
+        if not 1 <= limit <= PAGE_MAX:
+            raise ValueError(f"limit must be between 1 and {PAGE_MAX}, not {limit}")
+        request = m.ListBlocks(after=parse_key(after), limit=limit, tenant=tenant, group=group)
+        pages = [link.ask(request, m.BlockList) for link in self._links]
+        rows = list(merge(*map(_rows, pages), key=lambda row: row.key))
+        more = len(rows) > limit or any(page.more for page in pages)
+        # What lies behind the last key of a page that was cut is not known from that page.
+        known = min((p.keys[-1].hex() for p in pages if p.more and p.keys), default=None)
+        blocks = [row for row in rows if known is None or row.key <= known][:limit]
+        return BlockPage(blocks=blocks, next_after=blocks[-1].key if more and blocks else None)
+
+    def tenants(self) -> TenantPage:
+        """Return what tenants may use, and do. Raises as `blocks`."""
+        found: dict[str, m.TenantFigures] = {}
+        for link in self._links:
+            for row in link.ask(m.ListTenants(), m.TenantList).tenants:
+                other = found.get(row.tenant)
+                found[row.tenant] = row if other is None else _both(row, other)
+        return TenantPage(tenants=[found[name] for name in sorted(found)])
+
+    # -- orders -------------------------------------------------------------------------------
+
+    def drain(self, node: str, *, cancel: bool = False) -> DrainReport:
+        """Move everything away from a node, or stop that; return how far it is.
+
+        Raises:
+            MasterRefused: No master knows the node.
+            MasterUnavailable: A master did not answer; asking again goes on where it was.
+        """
+        reports: list[m.Draining] = []
+        unknown: MasterRefused | None = None
+        for link in self._links:
+            try:
+                reports.append(link.ask(m.Drain(node, cancel=cancel), m.Draining))
+            except MasterRefused as error:
+                if error.reason != m.RefusalReason.UNKNOWN_NODE:
+                    raise
+                unknown = error
+        if not reports and unknown is not None:
+            raise unknown
+        return m.Draining(
+            left_blocks=sum(report.left_blocks for report in reports),
+            left_bytes=sum(report.left_bytes for report in reports),
+            moved_blocks=sum(report.moved_blocks for report in reports),
+            stuck_blocks=sum(report.stuck_blocks for report in reports),
+        )
+
+    def rebalance(self, nbytes_max: int) -> RebalanceReport:
+        """Move blocks from full segments to empty ones, at most so many bytes in all."""
+        if nbytes_max < 0:
+            raise ValueError(f"nbytes_max must not be negative, and is {nbytes_max}")
+        each = -(-nbytes_max // len(self._links))
+        done = [link.ask(m.Rebalance(each), m.Done).count for link in self._links]
+        return RebalanceReport(planned=sum(done))
+
+    def set_quota(self, tenant: str, nbytes: int | None) -> None:
+        """Let a tenant use so many bytes of the whole pool; None: as many as there are."""
+        if nbytes is not None and nbytes < 0:
+            raise ValueError(f"a quota must not be negative, and is {nbytes}")
+        each = None if nbytes is None else -(-nbytes // len(self._links))
+        for link in self._links:
+            link.ask(m.SetQuota(tenant, each), m.Done)
+
+    def report_corrupt(self, key: str, where: m.NodeAddress, offset: int) -> int:
+        """Tell the master that holds a key of a copy with wrong bytes; return how many went."""
+        name = parse_key(key)
+        request = m.ReportBad(
+            client=self.name,
+            keys=[name],
+            nodes=[where.node],
+            offsets=[offset],
+            corrupt=[True],
+            segments=[where.segment],
+        )
+        return sum(link.ask(request, m.Done).count for link in self._links)
+
+
+def parse_key(text: str) -> bytes:
+    """Return the key that hexadecimal text names; "" is no key.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b"?"
+    if text and len(key) != KEY_BYTES:
+        raise ValueError(f"a key is {2 * KEY_BYTES} hexadecimal digits, not {text!r}")
+    return key
+
+
+def _rows(page: m.BlockList) -> Iterator[BlockReport]:
+    for i, key in enumerate(page.keys):
+        offsets = page.offsets[i] if page.offsets else [0] * len(page.copies[i])
+        yield BlockReport(
+            key=key.hex(),
+            nbytes=page.lengths[i],
+            checksum=page.checksums[i] if page.checksums else 0,
+            chunk_bytes=page.chunk_bytes[i] if page.chunk_bytes else 0,
+            pin=page.pins[i].name.lower(),
+            leased=page.leased[i],
+            tenant=page.tenants[i],
+            group=page.groups[i],
+            copies=[
+                CopyReport(where=page.nodes[node], offset=offset)
+                for node, offset in zip(page.copies[i], offsets, strict=True)
+            ],
+        )
+
+
+def _added_up(figures: Sequence[m.SegmentFigures]) -> list[SegmentReport]:
+    shares: dict[tuple[str, int], list[m.SegmentFigures]] = {}
+    for row in figures:
+        shares.setdefault((row.where.node, row.where.segment), []).append(row)
+    return [
+        SegmentReport(
+            node=node,
+            segment=segment,
+            medium=str(rows[0].where.medium),
+            address=rows[0].where.address,
+            domain=rows[0].domain,
+            capacity_bytes=sum(row.capacity_bytes for row in rows),
+            free_bytes=sum(row.free_bytes for row in rows),
+            largest_free_bytes=max(row.largest_free_bytes for row in rows),
+            blocks=sum(row.blocks for row in rows),
+            silent_s=max(row.silent_s for row in rows),
+            draining=any(row.draining for row in rows),
+        )
+        for (node, segment), rows in sorted(shares.items())
+    ]
+
+
+def _both(row: m.TenantFigures, other: m.TenantFigures) -> m.TenantFigures:
+    unlimited = row.quota_bytes is None or other.quota_bytes is None
+    return m.TenantFigures(
+        tenant=row.tenant,
+        quota_bytes=None if unlimited else (row.quota_bytes or 0) + (other.quota_bytes or 0),
+        used_bytes=row.used_bytes + other.used_bytes,
+        blocks=row.blocks + other.blocks,
+    )

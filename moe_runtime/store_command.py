@@ -1,0 +1,308 @@
+"""`moe-runtime store status | ls | verify | drain | rebalance | tenants`.
+
+Asks the administration service (`--url`, with the administrators' token), or the masters themselves
+(`--master`, with the cluster secret).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+import msgspec
+from rich.console import Console
+
+from moe_runtime import store_tables as tables
+from moe_runtime.options import ConfigRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.admin.direct_admin import DirectAdmin
+    from kvstore.admin.remote_admin import RemoteAdmin
+    from kvstore.admin.reports import DrainReport, VerifyReport
+
+    Admin = RemoteAdmin | DirectAdmin
+
+Command = TypeVar("Command", bound="Callable[..., Any]")
+
+DEFAULT_URL: Final = "http://127.0.0.1:9003"
+PROGRESS_S: Final = 0.5
+UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
+    """A number of bytes, like 4096, 64KiB, 1.5GiB."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read the number and its unit."""
+        if isinstance(value, int):
+            return value
+        text = str(value).strip().lower().removesuffix("b").removesuffix("i")
+        number, unit = (text[:-1], text[-1]) if text and text[-1] in "kmgt" else (text, "")
+        try:
+            nbytes = round(float(number) * UNITS[unit])
+        except (ValueError, OverflowError):
+            nbytes = -1
+        if nbytes < 0:
+            self.fail(f"{value!r} is not a number of bytes, like 4096, 64KiB or 1.5GiB", param, ctx)
+        return nbytes
+
+
+def reached(command: Command) -> Command:
+    """Give a command its administrator `admin`, and turn the store's errors into one line each."""
+
+    @click.option("--url", envvar="MOE_RUNTIME_STORE_URL", show_default=DEFAULT_URL,
+                  help="The administration service.")  # fmt: skip
+    @click.option("--token-file", envvar="MOE_RUNTIME_STORE_TOKEN_FILE",
+                  type=click.Path(path_type=Path),
+                  help="File with the administrators' token.")  # fmt: skip
+    @click.option("--authority", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+                  help="PEM file of who signed the service's certificate.")  # fmt: skip
+    @click.option("--master", "masters", multiple=True,
+                  help="Ask this master itself; one for each shard, in order.")  # fmt: skip
+    @click.option("--secret-file", type=click.Path(path_type=Path),
+                  help="File with the cluster secret, for --master.")  # fmt: skip
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+    @functools.wraps(command)
+    def reaching(
+        *,
+        url: str | None,
+        token_file: Path | None,
+        authority: Path | None,
+        masters: tuple[str, ...],
+        secret_file: Path | None,
+        **options: Any,
+    ) -> None:
+        from kvstore import KVStoreError  # here: it brings torch, which `--help` does without
+
+        if masters and url:
+            raise click.UsageError("--url and --master: one of them")
+        try:
+            admin = (
+                _direct(masters, secret_file)
+                if masters
+                else _remote(url or DEFAULT_URL, token_file, authority)
+            )
+            with admin:
+                command(admin=admin, **options)
+        except (KVStoreError, ValueError, OSError) as error:
+            raise click.ClickException(" ".join(str(error).split())) from error
+
+    return reaching  # type: ignore[return-value]
+
+
+@click.group(name="store")
+def store_command() -> None:
+    """Administer the pooled KV-cache store.
+
+    Exit status: 0 done, 1 it failed or found bad copies, 2 the command line is wrong.
+    """
+
+
+@store_command.command()
+@reached
+def status(admin: Admin, as_json: bool) -> None:
+    """Show masters and segments. Exit status 1 if the store cannot be used."""
+    report = admin.status()
+    if as_json:
+        _print_json(report)
+    else:
+        click.echo(tables.headline(report))
+        for table in (tables.master_table(report), tables.segment_table(report)):
+            _console().print(table)
+    if not report.ready:
+        raise click.exceptions.Exit(1)
+
+
+@store_command.command()
+@reached
+@click.option("--after", default="", metavar="KEY", help="Begin behind this key.")
+@click.option("--limit", default=100, show_default=True, type=click.IntRange(1, 1 << 14))
+@click.option("--all", "everything", is_flag=True, help="All pages; --limit is the page's size.")
+@click.option("--tenant", help="Only blocks of this tenant.")
+@click.option("--group", help="Only blocks of this group.")
+def ls(
+    admin: Admin,
+    as_json: bool,
+    after: str,
+    limit: int,
+    everything: bool,
+    tenant: str | None,
+    group: str | None,
+) -> None:
+    """List blocks in the order of their keys. With --json, one object a line."""
+    next_after: str | None = after
+    first = True
+    while next_after is not None and (first or everything):
+        page = admin.blocks(after=next_after, limit=limit, tenant=tenant, group=group)
+        if as_json:
+            for block in page.blocks:
+                click.echo(msgspec.json.encode(block).decode())
+        elif page.blocks or first:
+            _console().print(tables.block_table(page, with_header=first))
+        next_after, first = page.next_after, False
+    if next_after is not None:
+        click.echo(f"more: --after {next_after}", err=True)
+
+
+@store_command.command()
+@reached
+@click.option("--sample", default=1.0, show_default=True,
+              type=click.FloatRange(0, 1, min_open=True),
+              help="Share of the blocks to verify.")  # fmt: skip
+@click.option("--seed", default=0, help="Another one samples other blocks.")
+@click.option("--only-look", is_flag=True, help="Do not tell the masters, which drop bad copies.")
+def verify(admin: Admin, as_json: bool, sample: float, seed: int, only_look: bool) -> None:
+    """Read copies of blocks where they lie and check every byte.
+
+    Exit status 1 if one is bad, out of reach, or the verification did not come to its end.
+    """
+    from kvstore.admin.reports import VerifyOptions, VerifyState
+
+    options = VerifyOptions(share=sample, seed=seed, report=not only_look)
+    job_id = admin.verify(options)
+    try:
+        report = _watch_verification(admin, job_id)
+    except KeyboardInterrupt:
+        report = admin.cancel_verification(job_id)
+    if as_json:
+        _print_json(report)
+    else:
+        click.echo(tables.verify_line(report))
+        if report.bad:
+            _console().print(tables.bad_table(report))
+    if report.state is not VerifyState.DONE or report.bad_copies:
+        raise click.exceptions.Exit(1)
+
+
+@store_command.command()
+@reached
+@click.argument("node")
+@click.option("--cancel", is_flag=True, help="Stop draining; what was moved stays where it is.")
+@click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until it is empty.")
+@click.option("--timeout", "timeout_s", default=600.0, show_default=True,
+              type=click.FloatRange(0, 1e6), help="Longest wait, in seconds.")  # fmt: skip
+def drain(
+    admin: Admin, as_json: bool, node: str, cancel: bool, wait: bool, timeout_s: float
+) -> None:
+    """Move all blocks away from NODE (its name, or an unambiguous beginning of it).
+
+    Exit status 1 if something is left there at the end of the wait.
+    """
+    name = _whole_name(admin, node)
+    report = admin.drain(name, cancel=cancel)
+    waited = wait and not cancel
+    if waited:
+        report = _watch_drain(admin, name, report, time.monotonic() + timeout_s)
+    if as_json:
+        _print_json(report)
+    else:
+        click.echo(tables.drain_line(name, report, cancelled=cancel))
+    if waited and report.left_blocks:
+        raise click.exceptions.Exit(1)
+
+
+@store_command.command()
+@reached
+@click.argument("nbytes", type=Bytes())
+def rebalance(admin: Admin, as_json: bool, nbytes: int) -> None:
+    """Move at most NBYTES from full segments to empty ones, in the background."""
+    report = admin.rebalance(nbytes)
+    if as_json:
+        _print_json(report)
+    else:
+        click.echo(f"{report.planned} copies planned")
+
+
+@store_command.command()
+@reached
+@click.option("--set", "quotas", multiple=True, metavar="TENANT=BYTES",
+              help="Change a quota first; BYTES may be `none`.")  # fmt: skip
+def tenants(admin: Admin, as_json: bool, quotas: tuple[str, ...]) -> None:
+    """Show what each tenant may use, and uses."""
+    for tenant, nbytes in map(_parse_quota, quotas):
+        admin.set_quota(tenant, nbytes)
+    page = admin.tenants()
+    if as_json:
+        _print_json(page)
+    else:
+        _console().print(tables.tenant_table(page))
+
+
+def _parse_quota(text: str) -> tuple[str, int | None]:
+    tenant, given, number = text.partition("=")
+    if not given:
+        raise click.UsageError(f"--set {text}: expected TENANT=BYTES")
+    return tenant, None if number == "none" else Bytes().convert(number, None, None)
+
+
+def _remote(url: str, token_file: Path | None, authority: Path | None) -> RemoteAdmin:
+    from kvstore.admin.remote_admin import RemoteAdmin
+    from kvstore.admin.tokens import read_token
+
+    if token_file is None:
+        raise click.UsageError("--token-file is needed (or --master and --secret-file)")
+    where = url if "://" in url else f"http://{url}"
+    return RemoteAdmin(where, token=read_token(token_file), authority=authority)
+
+
+def _direct(masters: tuple[str, ...], secret_file: Path | None) -> DirectAdmin:
+    from configs.schema import ClusterConfig, TransferConfig
+    from kvstore.admin.direct_admin import DirectAdmin
+    from moe_runtime.cluster_secret import SecretInvalid, read_secret
+
+    if secret_file is None:
+        raise click.UsageError("--secret-file is needed to ask masters")
+    try:
+        secret = read_secret(ClusterConfig(secret_file=secret_file))
+    except SecretInvalid as error:
+        raise ConfigRefused(str(error)) from error
+    return DirectAdmin(masters, TransferConfig(), secret=secret)
+
+
+def _whole_name(admin: Admin, given: str) -> str:
+    names = sorted({segment.node for segment in admin.status().segments})
+    found = [given] if given in names else [name for name in names if name.startswith(given)]
+    if len(found) == 1 and given:
+        return found[0]
+    problem = "more than one node begins with" if found else "there is no node"
+    raise click.ClickException(f"{problem} {given!r}; nodes: {', '.join(names) or 'none'}")
+
+
+def _watch_verification(admin: Admin, job_id: str) -> VerifyReport:
+    from kvstore.admin.reports import VerifyState
+
+    with tables.progress_bar("copies verified") as advance:
+        while True:
+            report = admin.verification(job_id)
+            advance(report.checked_copies + report.gone_copies, report.expected_copies)
+            if report.state is not VerifyState.RUNNING:
+                return report
+
+
+def _watch_drain(admin: Admin, node: str, report: DrainReport, deadline_s: float) -> DrainReport:
+    """Ask until nothing is left, nothing more can be moved, or time is up."""
+    with tables.progress_bar("blocks moved") as advance:
+        while True:
+            advance(report.moved_blocks, report.moved_blocks + report.left_blocks)
+            stuck = report.stuck_blocks >= report.left_blocks
+            if stuck or time.monotonic() >= deadline_s:
+                return report
+            time.sleep(PROGRESS_S)
+            report = admin.drain(node)
+
+
+def _print_json(report: msgspec.Struct) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
+
+
+def _console() -> Console:
+    console = Console()
+    # A pipe has no width; keys and names must not be cut there.
+    return console if console.is_terminal else Console(width=200)

@@ -1,0 +1,173 @@
+"""What `moe-runtime store` shows people: lines, tables and a progress bar on stderr."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvstore.admin.reports import (
+        BlockPage,
+        DrainReport,
+        PoolReport,
+        TenantPage,
+        VerifyReport,
+    )
+
+_NUMERIC = "right"
+
+
+def shown_bytes(nbytes: float) -> str:
+    """Return a number of bytes with three digits and a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.3g} {unit}" if unit != "B" else f"{nbytes:.0f} B"
+        nbytes /= 1024
+    return f"{nbytes:.3g} TiB"
+
+
+def headline(report: PoolReport) -> str:
+    """One line: can it be used, how full is it, how often does it hit."""
+    away = [master for master in report.masters if master.problem is not None]
+    totals = report.totals
+    if away:
+        state = f"NOT ready: {len(away)} of {len(report.masters)} masters do not answer"
+    elif not report.segments:
+        state = "NOT ready: no node lends memory"
+    else:
+        state = "ready"
+    capacity, free = totals.get("capacity_bytes", 0), totals.get("free_bytes", 0)
+    hits, missed = totals.get("hit_blocks", 0), totals.get("missed_blocks", 0)
+    rate = f"{hits / (hits + missed):.1%} hits" if hits + missed else "nothing looked up yet"
+    return (
+        f"{state}; {totals.get('nodes', 0)} nodes, {totals.get('blocks', 0)} blocks, "
+        f"{shown_bytes(capacity - free)} of {shown_bytes(capacity)} used, {rate}"
+    )
+
+
+def master_table(report: PoolReport) -> Table:
+    """One row per master."""
+    table = _table(
+        ("master", ""),
+        *((name, _NUMERIC) for name in ("blocks", "leases", "open puts", "stored", "evicted")),
+        *((name, _NUMERIC) for name in ("corrupt", "lost", "quarantined")),
+        ("problem", ""),
+    )
+    names = ("blocks", "leases", "open_puts", "stored_blocks", "evicted_blocks", "corrupt_blocks")
+    for master in report.masters:
+        figures = [str(master.figures.get(name, "-")) for name in (*names, "lost_blocks")]
+        quarantined = master.figures.get("quarantined_bytes")
+        table.add_row(
+            master.address,
+            *figures,
+            "-" if quarantined is None else shown_bytes(quarantined),
+            master.problem or "",
+        )
+    return table
+
+
+def segment_table(report: PoolReport) -> Table:
+    """One row per segment."""
+    table = _table(
+        ("node", ""),
+        ("segment", _NUMERIC),
+        ("medium", ""),
+        ("domain", ""),
+        *((name, _NUMERIC) for name in ("blocks", "used", "capacity", "largest hole", "silent")),
+        ("state", ""),
+    )
+    for row in report.segments:
+        table.add_row(
+            row.node,
+            str(row.segment),
+            row.medium,
+            row.domain or "-",
+            str(row.blocks),
+            shown_bytes(row.capacity_bytes - row.free_bytes),
+            shown_bytes(row.capacity_bytes),
+            shown_bytes(row.largest_free_bytes),
+            f"{row.silent_s:.1f} s",
+            "draining" if row.draining else "",
+        )
+    return table
+
+
+def block_table(page: BlockPage, *, with_header: bool) -> Table:
+    """One row per block."""
+    table = _table(
+        ("key", ""), ("bytes", _NUMERIC), ("pin", ""), ("tenant", ""), ("group", ""), ("copies", "")
+    )
+    table.show_header = with_header
+    for block in page.blocks:
+        copies = (f"{c.where.node}/{c.where.segment} ({c.where.medium})" for c in block.copies)
+        table.add_row(
+            block.key,
+            str(block.nbytes),
+            f"{block.pin}{', leased' if block.leased else ''}",
+            block.tenant or "-",
+            block.group or "-",
+            ", ".join(copies),
+        )
+    return table
+
+
+def tenant_table(page: TenantPage) -> Table:
+    """One row per tenant."""
+    table = _table(("tenant", ""), *((name, _NUMERIC) for name in ("blocks", "used", "quota")))
+    for row in page.tenants:
+        quota = "none" if row.quota_bytes is None else shown_bytes(row.quota_bytes)
+        table.add_row(row.tenant or "-", str(row.blocks), shown_bytes(row.used_bytes), quota)
+    return table
+
+
+def bad_table(report: VerifyReport) -> Table:
+    """One row per bad copy."""
+    table = _table(("key", ""), ("node", ""), ("segment", _NUMERIC), ("offset", _NUMERIC),
+                   ("problem", ""))  # fmt: skip
+    for bad in report.bad:
+        table.add_row(bad.key, bad.node, str(bad.segment), str(bad.offset), bad.problem)
+    return table
+
+
+def verify_line(report: VerifyReport) -> str:
+    """One line: how a verification ended."""
+    line = (
+        f"{report.state}: {report.checked_copies} copies, {shown_bytes(report.checked_bytes)} "
+        f"verified; {report.bad_copies} bad; {report.gone_copies} went while they were read"
+    )
+    return line if report.problem is None else f"{line}; {report.problem}"
+
+
+def drain_line(node: str, report: DrainReport, *, cancelled: bool) -> str:
+    """One line: how far a drain is."""
+    if cancelled:
+        return f"{node} is not drained any more; {report.left_blocks} blocks are there"
+    if not report.left_blocks:
+        return f"{node} is empty; {report.moved_blocks} blocks were moved"
+    stuck = f", {report.stuck_blocks} of them with nowhere to go" if report.stuck_blocks else ""
+    left = f"{report.left_blocks} blocks ({shown_bytes(report.left_bytes)}) left{stuck}"
+    return f"{node}: {left}; {report.moved_blocks} were moved"
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress on stderr, if that is a terminal; yields `advance(done, total)`."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=max(done, total))
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    table = Table()
+    for name, justify in columns:
+        table.add_column(name, justify="right" if justify else "left", overflow="fold")
+    return table

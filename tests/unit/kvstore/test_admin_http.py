@@ -1,0 +1,227 @@
+"""The administration service over HTTP: who is let in, what is answered, what is refused."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from configs.kvstore_admin import KVAdminConfig
+from configs.schema import TransferConfig
+from kvstore import KVStoreError
+from kvstore.admin.admin_server import AdminServer
+from kvstore.admin.metrics import METRICS, NODE_EVENTS, CountsCollector
+from kvstore.admin.remote_admin import RemoteAdmin
+from kvstore.admin.reports import VerifyOptions, VerifyState
+from kvstore.admin.tokens import authorizes, read_token
+from kvstore.errors import AdminRefused, AdminTokenInvalid, AdminUnavailable
+from kvstore.wire import messages as m
+from tests.support.scripted_master import SECRET, ScriptedMaster, figures, segment
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "kvstore-admin.md"
+TOKEN = secrets.token_hex(16)
+
+
+def token_file(folder: Path, text: str = TOKEN, mode: int = 0o600) -> Path:
+    path = folder / "token"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.fixture
+def master():
+    keys = [secrets.token_bytes(16) for _ in range(5)]
+    with ScriptedMaster(
+        keys,
+        segments=[segment("first"), segment("second", 1)],
+        tenants=[m.TenantFigures("team", 1000, 10, 1)],
+        statistics=figures(blocks=5, hit_blocks=3, missed_blocks=1, free_bytes=77),
+    ) as master:
+        yield master
+
+
+@pytest.fixture
+def server(master, tmp_path):
+    config = KVAdminConfig(enabled=True, port=0, token_file=token_file(tmp_path))
+    with AdminServer(config, [master.address], TransferConfig(), secret=SECRET) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server):
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=30.0) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", f"Basic {TOKEN}",
+     TOKEN, "Bearer ÿ"],
+)  # fmt: skip
+def test_only_the_token_opens(server, master, header):
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    paths = ("/v1/store/status", "/v1/store/blocks", "/metrics", "/nowhere", "/docs")
+    with httpx.Client(base_url=server.url, headers=headers, timeout=30.0) as client:
+        for path in paths:
+            answer = client.get(path)
+            assert answer.status_code == 401, path
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["kind"] == "unauthorized"
+        assert client.post("/v1/store/drains/first").status_code == 401
+        assert client.get("/live").status_code == 200
+    assert master.asked == []
+
+
+def test_the_scheme_may_be_written_in_any_case():
+    assert authorizes(f"bearer {TOKEN}", TOKEN)
+    assert not authorizes(f"bearer{TOKEN}", TOKEN)
+
+
+def test_readiness_follows_the_masters(http, master):
+    assert http.get("/ready").json() == {"ready": True, "masters_away": 0, "segments": 2}
+    master.segments.clear()
+    answer = http.get("/ready")
+    assert (answer.status_code, answer.json()["ready"]) == (503, False)
+
+
+def test_questions_and_orders(server, master):
+    master.drains["first"] = [m.Draining(2, 200, 0, 0), m.Draining(0, 0, 2, 0)]
+    with RemoteAdmin(server.url, token=TOKEN) as admin:
+        assert [row.node for row in admin.status().segments] == ["first", "second"]
+        page = admin.blocks(limit=3)
+        rest = admin.blocks(after=page.next_after, limit=3)
+        assert [b.key for b in (*page.blocks, *rest.blocks)] == [k.hex() for k in master.keys]
+        assert rest.next_after is None
+        assert admin.tenants().tenants[0].quota_bytes == 1000
+        admin.set_quota("team", 5)
+        assert master.asked[-1] == m.SetQuota("team", 5)
+        assert admin.rebalance(100).planned == 2
+        assert admin.drain("first").left_blocks == 2
+        assert admin.drain("first", cancel=True).moved_blocks == 2
+        assert master.asked[-1] == m.Drain("first", cancel=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/blocks?limit=none", None, 400),
+        ("GET", "/blocks?limit=0", None, 400),
+        ("GET", "/blocks?after=zz", None, 400),
+        ("GET", "/blocks?colour=red", None, 400),
+        ("GET", "/verifications/unknown", None, 404),
+        ("GET", "/verifications/unknown?wait_s=nan", None, 400),
+        ("DELETE", "/verifications/unknown", None, 404),
+        ("GET", "/nowhere", None, 404),
+        ("PATCH", "/status", None, 405),
+        ("POST", "/drains/unknown", None, 404),
+        ("POST", "/rebalance", b"", 400),
+        ("POST", "/rebalance", b"{", 400),
+        ("POST", "/rebalance", b"[1]", 400),
+        ("POST", "/rebalance", b'{"nbytes_max": "many"}', 400),
+        ("POST", "/rebalance", b'{"nbytes_max": -1}', 400),
+        ("POST", "/rebalance", b'{"nbytes_max": 1, "colour": 2}', 400),
+        ("POST", "/rebalance", b" " * 70_000, 413),
+        ("PUT", "/tenants/nobody/quota", b'{"nbytes": 1}', 404),
+        ("PUT", "/tenants/team/quota", b'{"nbytes": -1}', 400),
+        ("POST", "/verifications", b'{"share": 0}', 400),
+        ("POST", "/verifications", b'{"share": 2}', 400),
+    ],
+)
+def test_nonsense_gets_its_error(http, method, path, body, status):
+    answer = http.request(method, f"/v1/store{path}", content=body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["problem"]
+
+
+def test_a_master_that_is_away_is_503(http, server, master):
+    server.admin._links[0]._timeout_s = 0.2
+    master.__exit__()
+    answer = http.get("/v1/store/blocks")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["kind"] == "master_unavailable"
+    assert http.get("/v1/store/status").json()["masters"][0]["problem"]
+    assert 'moe_kvstore_master_up{master="' in http.get("/metrics").text
+
+
+def test_metrics_have_the_documented_names(http, server, master):
+    server.registry.register(CountsCollector(NODE_EVENTS, lambda: {"copied_blocks": 4}))
+    text = http.get("/metrics").text
+    told = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    for name in told:
+        assert name.removesuffix("_total") in {spec.name for spec in METRICS}
+    where = f'master="{master.address}"'
+    assert f'moe_kvstore_lookups_total{{{where},outcome="hit"}} 3.0' in text
+    assert f'moe_kvstore_bytes{{{where},state="free"}} 77.0' in text
+    assert f"moe_kvstore_master_up{{{where}}} 1.0" in text
+    assert 'moe_kvstore_tenant_quota_bytes{tenant="team"} 1000.0' in text
+    assert 'moe_kvstore_segment_blocks{medium="dram",node="second",segment="1"} 3.0' in text
+    assert 'moe_kvstore_node_events_total{event="copied"} 4.0' in text
+
+
+def test_open_metrics_need_no_token(master, tmp_path):
+    config = KVAdminConfig(enabled=True, port=0, token_file=token_file(tmp_path), open_metrics=True)
+    with AdminServer(config, [master.address], TransferConfig(), secret=SECRET) as server:
+        assert httpx.get(f"{server.url}/metrics", timeout=30.0).status_code == 200
+        assert httpx.get(f"{server.url}/v1/store/status", timeout=30.0).status_code == 401
+
+
+def test_a_verification_of_unreachable_nodes_says_so(server, master):
+    master.segments.clear()
+    with RemoteAdmin(server.url, token=TOKEN) as admin:
+        job_id = admin.verify(VerifyOptions())
+        deadline = time.monotonic() + 60.0
+        while (report := admin.verification(job_id)).state is VerifyState.RUNNING:
+            assert time.monotonic() < deadline
+        assert report.state is VerifyState.DONE
+        assert (report.bad_copies, report.checked_copies) == (5, 0)
+        assert {bad.key for bad in report.bad} == {key.hex() for key in master.keys}
+
+
+def test_the_client_tells_refusal_from_silence(server):
+    with RemoteAdmin(server.url, token="x" * 16) as admin, pytest.raises(AdminRefused) as caught:
+        admin.status()
+    assert caught.value.status == 401
+    away = RemoteAdmin("http://127.0.0.1:1", token=TOKEN)
+    with away, pytest.raises(AdminUnavailable):
+        away.status()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [("short", 0o600), ("", 0o600), (TOKEN, 0o644), ("with some spaces in it", 0o600),
+     ("x" * 5000, 0o600)],
+)  # fmt: skip
+def test_unusable_tokens_are_refused(tmp_path, text, mode):
+    with pytest.raises(AdminTokenInvalid) as caught:
+        read_token(token_file(tmp_path, text, mode))
+    assert "token" in caught.value.path
+    assert text not in str(caught.value) or not text
+    assert isinstance(caught.value, KVStoreError)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"enabled": True}, {"enabled": True, "host": "0.0.0.0", "token_file": True},
+     {"certificate": "/nonexistent"}],
+)  # fmt: skip
+def test_the_configuration_keeps_the_token_secret(tmp_path, options):
+    if options.get("token_file"):
+        options = {**options, "token_file": token_file(tmp_path)}
+    with pytest.raises(ValidationError):
+        KVAdminConfig(**options)
+
+
+def test_an_unchecked_configuration_does_not_listen_either(tmp_path):
+    config = KVAdminConfig(enabled=True, token_file=token_file(tmp_path))
+    bare = config.model_copy(update={"host": "0.0.0.0"})
+    server = AdminServer(bare, ["127.0.0.1:1"], TransferConfig(), secret=SECRET)
+    with pytest.raises(ValueError, match="loopback"):
+        server.open()
+    server.close()

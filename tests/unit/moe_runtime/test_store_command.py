@@ -1,0 +1,191 @@
+"""`moe-runtime store`: tables for people, JSON for programs, one line and an exit status if not."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+import pytest
+from click.testing import CliRunner, Result
+
+from configs.kvstore_admin import KVAdminConfig
+from configs.schema import TransferConfig
+from kvstore.admin.admin_server import AdminServer
+from kvstore.wire import messages as m
+from moe_runtime.cli import main
+from moe_runtime.store_command import Bytes
+from moe_runtime.store_tables import shown_bytes
+from tests.support.scripted_master import SECRET, ScriptedMaster, figures, segment
+
+NODE = "0123456789abcdef"
+
+
+@pytest.fixture
+def master():
+    with ScriptedMaster(
+        [secrets.token_bytes(16) for _ in range(7)],
+        segments=[segment(NODE), segment("fedc")],
+        tenants=[m.TenantFigures("team", 3 << 20, 10, 1)],
+        statistics=figures(blocks=7, hit_blocks=3, missed_blocks=1),
+    ) as master:
+        yield master
+
+
+@pytest.fixture
+def store(master, tmp_path):
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(16))
+    token.chmod(0o600)
+    config = KVAdminConfig(enabled=True, port=0, token_file=token)
+    with AdminServer(config, [master.address], TransferConfig(), secret=SECRET) as server:
+
+        def run(*arguments: str, url: str = server.url, token_file: object = token) -> Result:
+            reach = ["--url", url, "--token-file", str(token_file)]
+            # `main.main`: calling the group itself would end this process.
+            return CliRunner().invoke(main, ["store", arguments[0], *reach, *arguments[1:]])
+
+        yield run
+
+
+def test_status_is_a_line_and_two_tables(store):
+    result = store("status")
+    assert result.exit_code == 0, result.output
+    assert "ready; 2 nodes, 7 blocks" in result.output
+    assert "75.0% hits" in result.output
+    assert NODE in result.output
+
+
+def test_status_fails_where_the_store_cannot_be_used(store, master):
+    master.segments.clear()
+    result = store("status", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["segments"] == []
+
+
+def test_pages_are_followed(store, master):
+    result = store("ls", "--limit", "3", "--all", "--json")
+    keys = [json.loads(line)["key"] for line in result.stdout.splitlines()]
+    assert keys == [key.hex() for key in master.keys]
+    first = store("ls", "--limit", "3")
+    assert f"more: --after {keys[2]}" in first.stderr
+    assert all(key in first.stdout for key in keys[:3])
+    rest = store("ls", "--after", keys[2])
+    assert keys[2] not in rest.stdout
+    assert all(key in rest.stdout for key in keys[3:])
+    assert rest.stderr == ""
+
+
+def test_an_empty_page_is_an_empty_table(store, master):
+    master.keys.clear()
+    result = store("ls", "--all")
+    assert (result.exit_code, "key" in result.stdout) == (0, True)
+
+
+def test_a_drain_is_waited_for(store, master):
+    master.drains[NODE] = [m.Draining(2, 20, 0, 0), m.Draining(1, 10, 1, 0), m.Draining(0, 0, 2, 0)]
+    result = store("drain", "0123")
+    assert (result.exit_code, result.stdout) == (0, f"{NODE} is empty; 2 blocks were moved\n")
+
+
+def test_a_drain_that_is_stuck_fails(store, master):
+    master.drains[NODE] = [m.Draining(2, 2048, 5, 2)]
+    result = store("drain", NODE)
+    assert result.exit_code == 1
+    assert "2 blocks (2 KiB) left, 2 of them with nowhere to go; 5 were moved" in result.stdout
+    assert store("drain", NODE, "--no-wait").exit_code == 0
+    assert "not drained any more" in store("drain", NODE, "--cancel").stdout
+    assert master.asked[-1] == m.Drain(NODE, cancel=True)
+
+
+def test_a_drain_that_takes_too_long_fails(store, master):
+    master.drains[NODE] = [m.Draining(2, 2048, 5, 0)]
+    assert store("drain", NODE, "--timeout", "0").exit_code == 1
+
+
+@pytest.mark.parametrize(("name", "problem"), [("unknown", "there is no node"), ("", "more than")])
+def test_unknown_nodes_are_named_with_those_there_are(store, name, problem):
+    result = store("drain", name)
+    assert result.exit_code == 1
+    assert problem in result.stderr
+    assert NODE in result.stderr
+
+
+def test_rebalance_and_quotas(store, master):
+    assert store("rebalance", "1.5GiB").stdout == "2 copies planned\n"
+    assert master.asked[-1] == m.Rebalance(3 << 29)
+    result = store("tenants", "--set", "team=64MiB", "--set", "other=none")
+    assert m.SetQuota("team", 64 << 20) in master.asked
+    assert m.SetQuota("other", None) in master.asked
+    assert "3 MiB" in result.stdout
+    assert json.loads(store("tenants", "--json").stdout)["tenants"][0]["tenant"] == "team"
+    assert store("tenants", "--set", "nobody=1").exit_code == 1
+
+
+def test_verify_reports_what_is_out_of_reach(store):
+    result = store("verify", "--only-look")
+    assert result.exit_code == 1
+    assert "7 bad" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("ls", "--limit", "0"), ("ls", "--limit", "x"), ("verify", "--sample", "0"), ("drain",),
+     ("rebalance",), ("rebalance", "much"), ("rebalance", "-1"), ("tenants", "--set", "team"),
+     ("tenants", "--set", "team=much"), ("status", "--master", "127.0.0.1:1"), ("paint",)],
+)  # fmt: skip
+def test_nonsense_is_a_usage_error(store, arguments):
+    result = store(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_key_that_is_none_fails(store):
+    result = store("ls", "--after", "here")
+    assert result.exit_code == 1
+    assert "a key is 32 hexadecimal digits" in result.stderr
+
+
+def test_no_access_is_one_line(store, tmp_path):
+    wrong = tmp_path / "wrong"
+    wrong.write_text("x" * 16)
+    wrong.chmod(0o600)
+    for result in (
+        store("status", token_file=wrong),
+        store("status", token_file=tmp_path / "missing"),
+        store("status", url="http://127.0.0.1:1"),
+        store("status", url="nonsense://x"),
+    ):
+        assert result.exit_code == 1, result.output
+        assert result.stderr.startswith("Error: ")
+        assert result.stderr.count("\n") == 1
+    bare = CliRunner().invoke(main, ["store", "status"])
+    assert bare.exit_code == 2
+    assert "--token-file" in bare.stderr
+
+
+def test_masters_are_asked_directly_with_the_cluster_secret(master, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    reach = ["--master", master.address, "--secret-file", str(secret)]
+    result = CliRunner().invoke(main, ["store", "status", *reach])
+    assert result.exit_code == 0, result.output
+    assert CliRunner().invoke(main, ["store", "verify", *reach]).exit_code == 1
+    secret.chmod(0o644)
+    assert CliRunner().invoke(main, ["store", "status", *reach]).exit_code == 2
+    assert CliRunner().invoke(main, ["store", "status", *reach[:2]]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("17", 17), ("4k", 4096), ("64KiB", 65536), ("1.5 MB", 3 << 19), ("2t", 2 << 40)],
+)
+def test_numbers_of_bytes_have_units(text, nbytes):
+    assert Bytes().convert(text, None, None) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5 TiB")]
+)
+def test_bytes_are_shown_with_units(nbytes, text):
+    assert shown_bytes(nbytes) == text
