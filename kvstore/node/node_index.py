@@ -1,82 +1,80 @@
-"""What a node remembers of its own segment, for the day a new master asks."""
+"""What a node remembers of one segment, for the day a new master asks."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from typing import NamedTuple
+from bisect import bisect_left
+from collections.abc import Iterator
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvstore.checksum import block_checksums
-from kvstore.wire.messages import HeldBlocks
-
-
-class _Entry(NamedTuple):
-    offset: int
-    length: int
-    key: bytes
-    checksum: int
-    pinned: bool
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
+from kvstore.node.indexed_block import IndexedBlock
 
 
 class NodeIndex:
-    """Blocks that writers said they put here. Not thread-safe.
+    """Blocks that writers said they put here, none over another. Not thread-safe.
+
+        offsets   |        |              |
+        blocks    [-- a --)[---- b ----)  [- c -)
+        record          [--- d ---)                 a and b are gone: some of their bytes are d's
 
     The node is not told what the master evicts; it need not be. A range that was written anew
-    replaces the entries it overlaps, and what is left is believed only if the bytes still match
-    the checksum. Blocks that were evicted but not yet overwritten thus come back, which is right:
-    a key names bytes, and these are the bytes.
+    replaces what it overlaps, and what is left is believed only if the bytes still match the
+    checksum. Blocks that were evicted but not yet overwritten thus come back, which is right: a
+    key names bytes, and these are the bytes.
 
     Args:
-        nbytes: Size of the segment; entries outside of it are ignored.
+        nbytes: Size of the segment; blocks outside of it are ignored.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._entries: list[_Entry] = []  # by offset; never overlapping
+        self._offsets: list[int] = []  # ascending
+        self._blocks: dict[int, IndexedBlock] = {}  # by offset
+        self._held_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._offsets)
 
-    def record(self, held: HeldBlocks) -> None:
-        """Enter what a writer says. Malformed and impossible entries are ignored."""
-        for key, offset, length, checksum, pinned in zip(
-            held.keys, held.offsets, held.lengths, held.checksums, held.pinned, strict=False
-        ):
-            if offset >= 0 and length > 0 and offset + length <= self._nbytes:
-                self._insert(_Entry(offset, length, key, checksum, pinned))
+    def __iter__(self) -> Iterator[IndexedBlock]:
+        """By offset."""
+        return (self._blocks[offset] for offset in self._offsets)
 
-    def verified(self, memory: NDArray[np.uint8]) -> HeldBlocks:
-        """Return the entries whose bytes match their checksums; forget the others.
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all blocks, part tables included."""
+        return self._held_bytes
 
-        Args:
-            memory: [nbytes] uint8, the segment.
-        """
-        offsets = np.array([entry.offset for entry in self._entries], dtype=np.int64)
-        lengths = np.array([entry.length for entry in self._entries], dtype=np.int64)
-        found = block_checksums(memory, offsets, lengths)
-        pairs = zip(self._entries, found, strict=True)
-        self._entries = [entry for entry, checksum in pairs if entry.checksum == checksum]
-        return HeldBlocks(
-            keys=[entry.key for entry in self._entries],
-            offsets=[entry.offset for entry in self._entries],
-            lengths=[entry.length for entry in self._entries],
-            checksums=[entry.checksum for entry in self._entries],
-            pinned=[entry.pinned for entry in self._entries],
-        )
+    def at(self, offset: int) -> IndexedBlock | None:
+        """Return the block that starts there."""
+        return self._blocks.get(offset)
 
-    def _insert(self, entry: _Entry) -> None:
-        first = bisect_left(self._entries, entry.offset, key=lambda e: e.offset)
-        if (
-            first
-            and self._entries[first - 1].offset + self._entries[first - 1].length > entry.offset
-        ):
+    def record(self, block: IndexedBlock) -> bool:
+        """Enter what a writer says; False if it is impossible."""
+        if not block.fits(self._nbytes):
+            return False
+        self.forget_range(block.offset, block.end)
+        self._offsets.insert(bisect_left(self._offsets, block.offset), block.offset)
+        self._blocks[block.offset] = block
+        self._held_bytes += block.nbytes
+        return True
+
+    def forget_range(self, low: int, high: int) -> int:
+        """Forget all blocks with a byte in `[low, high)`; return how many."""
+        first = bisect_left(self._offsets, low)
+        if first and self._blocks[self._offsets[first - 1]].end > low:
             first -= 1
-        last = bisect_left(self._entries, entry.end, key=lambda e: e.offset)
-        del self._entries[first:last]
-        insort(self._entries, entry, key=lambda e: e.offset)
+        last = bisect_left(self._offsets, high, lo=first)
+        for offset in self._offsets[first:last]:
+            self._held_bytes -= self._blocks.pop(offset).nbytes
+        del self._offsets[first:last]
+        return last - first
+
+    def forget(self, block: IndexedBlock) -> bool:
+        """Forget this very block; False if it is gone or replaced already."""
+        if self._blocks.get(block.offset) is not block:
+            return False
+        self.forget_range(block.offset, block.offset + 1)
+        return True
+
+    def after(self, offset: int, limit: int) -> list[IndexedBlock]:
+        """Return up to `limit` blocks that start at `offset` or behind it."""
+        first = bisect_left(self._offsets, offset)
+        return [self._blocks[at] for at in self._offsets[first : first + limit]]

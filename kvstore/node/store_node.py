@@ -1,53 +1,57 @@
-"""A store node: lends one segment of this process's memory to the pool.
+"""A store node: lends segments of memory and of disks to the pool.
 
     client                         node                            master
       │ AskSegment ──────────────▶ │                                  │
-      │ ◀───────── OfferSegment    │ Register(capacity, held) ──────▶ │
+      │ ◀───────── OfferSegment    │ Register(capacity, held) ──────▶ │   per segment
       │ == one-sided write/read ═▶ │ Heartbeat ─────────────────────▶ │
       │ Written ─────────────────▶ │ ◀── Known(False): register again │
 
-Bytes come and go without the node's doing. It answers who wants a key to its memory, tells the
+Bytes come and go without the node's doing. It answers who wants a key to a segment, tells the
 master that it lives, and remembers what was written, so that a new master can be told.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvstore.errors import StoreClosed
-from kvstore.node.node_index import NodeIndex
+from kvstore.errors import KVStoreError, StoreClosed
+from kvstore.node.index_keeper import IndexKeeper
 from kvstore.node.registration import Registration
-from kvstore.wire import messages as m
+from kvstore.node.segment import Segment, make_segments
+from kvstore.node.ssd_segment import MakeSlab
 from kvstore.wire.peer_messages import (
     TO_NODE,
     AskSegment,
     OfferSegment,
+    Written,
     decode_to_node,
     encode_to_client,
 )
-from transfer import Access, Memory, TransferError, allocate
+from transfer import TransferError
+from transfer.backends.file import FileSlab
 
 if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
-    from transfer import Region, RegionKey, TransferEngine
+    from transfer import RegionKey, TransferEngine
 
 logger = logging.getLogger(__name__)
 
 
 class StoreNode:
-    """One process's part of the pool's memory.
+    """One process's part of the pool.
 
     The owner of the engine chains `on_notify` into its own callback. All methods are thread-safe.
 
     Args:
         engine: Open, or opened before `open`.
         master_address: From `MasterServer.address`.
-        config: The store's knobs.
+        config: The store's knobs; `config.lent` says what is lent.
         secret: The cluster secret.
+        make_slab: What reads and writes the files of SSD segments.
     """
 
     def __init__(
@@ -57,39 +61,46 @@ class StoreNode:
         config: KVStoreConfig,
         *,
         secret: bytes,
+        make_slab: MakeSlab = FileSlab,
     ) -> None:
         self._engine = engine
-        self._config = config
         self._registration = Registration(engine, master_address, config, secret=secret)
-        self._memory: Memory | None = None
-        self._region: Region | None = None
-        self._index = NodeIndex(config.segment_bytes)
-        self._index_lock = threading.Lock()
-        self._offers: dict[str, RegionKey] = {}
-        self._offer_lock = threading.Lock()
-        self._closing = False
-        self._untouched = True
+        self._segments = make_segments(
+            config.lent, verify_bytes=config.verify_bytes, make_slab=make_slab
+        )
+        self._keeper = IndexKeeper(self._segments)
+        self._stack = ExitStack()
 
     @property
     def name(self) -> str:
         """The node's incarnation, its engine's name."""
         return self._engine.name
 
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """What it lends, by number."""
+        return tuple(self._segments)
+
     def open(self) -> None:
-        """Lend the memory. Registration goes on in the background; see `wait_registered`."""
-        self._memory = allocate(self._config.segment_bytes)
-        self._region = self._engine.register(self._memory)
-        self._registration.open([self])
+        """Lend the segments. Registration goes on in the background; see `wait_registered`.
+
+        Raises:
+            As `Segment.open`, of the first that cannot be had; the others are given back.
+        """
+        with ExitStack() as stack:
+            for segment in self._segments:
+                segment.open(self._engine)
+                stack.callback(segment.close)
+            stack.callback(self._keeper.close)
+            self._keeper.open()
+            stack.callback(self._registration.close)
+            self._registration.open(self._segments)
+            self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """Take the memory back from the pool; what only it held is gone. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
+        """Take the segments back from the pool; what only DRAM held is gone. Idempotent."""
+        self._stack.close()
         self._registration.close()
-        if self._region is not None and self._memory is not None:
-            self._engine.release(self._region)
-            self._memory.close()
 
     def __enter__(self) -> StoreNode:
         self.open()
@@ -121,59 +132,33 @@ class StoreNode:
         except msgspec.MsgspecError as error:
             logger.warning("malformed note from %s: %s", peer, error)
             return True
-        if isinstance(note, AskSegment):
-            self._answer(peer, note.ask_id)
-        else:
-            with self._index_lock:
-                self._index.record(note.held)
+        try:
+            if isinstance(note, AskSegment):
+                self._answer(peer, note)
+            else:
+                self._record(note)
+        except (TransferError, KVStoreError) as error:
+            logger.info("%s of %s: %s", type(note).__name__, peer, error)
         return True
 
-    def offer_to(self, name: str) -> RegionKey:
-        """Return a fresh key to the segment for one client; its earlier one is withdrawn."""
-        if self._region is None:
-            raise StoreClosed(what="StoreNode", problem="not open")
-        with self._offer_lock:
-            self._untouched = False
-            earlier = self._offers.pop(name, None)
-            if earlier is not None:
-                self._engine.withdraw(earlier)
-            key = self._engine.offer(self._region, to=name, access=Access.READ | Access.WRITE)
-            self._offers[name] = key
-            return key
+    def offer_to(self, name: str, segment: int = 0) -> RegionKey:
+        """Return a fresh key to a segment for one client; its earlier one is withdrawn.
 
-    # -- what registration asks for -------------------------------------------------------------
+        Raises:
+            StoreClosed: The node is not open, or has no such segment.
+        """
+        return self._segment(segment).offer_to(name)
 
-    @property
-    def number(self) -> int:
-        """The only segment's number."""
-        return 0
+    def _segment(self, number: int) -> Segment:
+        if not 0 <= number < len(self._segments):
+            raise StoreClosed(what="StoreNode", problem=f"has no segment {number}")
+        return self._segments[number]
 
-    @property
-    def medium(self) -> m.Medium:
-        """What the segment lies in."""
-        return m.Medium.DRAM
+    def _answer(self, peer: str, note: AskSegment) -> None:
+        key = self._segment(note.segment).offer_to(peer)
+        offer = OfferSegment(ask_id=note.ask_id, region_key=key.encode())
+        self._engine.notify(peer, encode_to_client(offer))
 
-    @property
-    def nbytes(self) -> int:
-        """The segment's size."""
-        return self._config.segment_bytes
-
-    @property
-    def untouched(self) -> bool:
-        """Whether nobody was ever given access to the segment."""
-        return self._untouched
-
-    def held(self) -> m.HeldBlocks:
-        """Return what lies in the segment, verified."""
-        if self._region is None:
-            raise StoreClosed(what="StoreNode", problem="not open")
-        with self._index_lock:
-            return self._index.verified(self._region.tensor.numpy())
-
-    def _answer(self, peer: str, ask_id: int) -> None:
-        try:
-            key = self.offer_to(peer)
-            offer = OfferSegment(ask_id=ask_id, region_key=key.encode())
-            self._engine.notify(peer, encode_to_client(offer))
-        except (TransferError, StoreClosed) as error:
-            logger.info("no segment for %s: %s", peer, error)
+    def _record(self, note: Written) -> None:
+        self._segment(note.segment).record(note.held)
+        self._keeper.wake()

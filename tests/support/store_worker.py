@@ -77,10 +77,10 @@ class Commands:
 
     def flip(self):
         """Damage the first block that this node holds; return its key."""
-        entry = self.node._index._entries[0]
-        segment = self.node._memory.tensor.numpy()
-        segment[entry.offset + entry.length // 2] ^= 1
-        return entry.key
+        segment = self.node.segments[0]
+        block = segment.index.blocks()[0]
+        segment.memory.array[block.offset + block.length // 2] ^= 1
+        return block.key
 
     def churn(self, keys, seconds):
         """Put blocks without end; return how many were stored."""

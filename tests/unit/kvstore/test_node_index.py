@@ -1,52 +1,93 @@
+"""What a node remembers, against plain lists that are searched from the end."""
+
 from __future__ import annotations
 
 import random
 import secrets
 
-import numpy as np
-import xxhash
-
+from kvstore.node.indexed_block import IndexedBlock, blocks_of, columns_of
 from kvstore.node.node_index import NodeIndex
 from kvstore.wire.messages import HeldBlocks
 
 SIZE = 4096
 
 
-def held(*entries):
-    columns = list(zip(*entries, strict=True)) if entries else [[]] * 4
-    return HeldBlocks(*map(list, columns), pinned=[False] * len(entries))
+def random_block(rng: random.Random, size: int = SIZE) -> IndexedBlock:
+    length = rng.randint(1, 300)
+    return IndexedBlock(
+        key=rng.randbytes(16),
+        offset=rng.randrange(0, size - 400),
+        length=length,
+        checksum=rng.getrandbits(64),
+        pinned=rng.random() < 0.2,
+        chunk_bytes=rng.choice([0, 0, 64, 1000]),
+        tenant=rng.choice(["", "ä", "\U0001f600" * 64]),
+        group=rng.choice(["", "g"]),
+    )
 
 
-def test_only_what_lies_there_now_is_told():
-    """Random writes over each other against a plain list that is searched from the end."""
+def facts(block: IndexedBlock):
+    return (
+        block.offset,
+        block.length,
+        block.key,
+        block.checksum,
+        block.pinned,
+        block.chunk_bytes,
+        block.tenant,
+        block.group,
+    )
+
+
+def apart(block: IndexedBlock, low: int, high: int) -> bool:
+    return block.end <= low or high <= block.offset
+
+
+def test_only_what_was_written_last_is_left():
     seed = secrets.randbits(32)
     rng = random.Random(seed)
-    memory = np.zeros(SIZE, dtype=np.uint8)
     index, story = NodeIndex(SIZE), []
-    for _ in range(300):
-        length = rng.randint(1, 300)
-        offset = rng.randrange(0, SIZE - length)
-        data = rng.randbytes(length)
-        memory[offset : offset + length] = np.frombuffer(data, dtype=np.uint8)
-        entry = (rng.randbytes(16), offset, length, xxhash.xxh3_64_intdigest(data))
-        index.record(held(entry))
-        story = [e for e in story if e[1] + e[2] <= offset or offset + length <= e[1]] + [entry]
-        assert len(index) == len(story), seed
-    expected = sorted(story, key=lambda e: e[1])
-    told = index.verified(memory)
-    columns = (told.keys, told.offsets, told.lengths, told.checksums)
-    assert list(zip(*columns, strict=True)) == expected, seed
+    for _ in range(600):
+        action = rng.random()
+        if action < 0.7:
+            block = random_block(rng)
+            assert index.record(block)
+            story = [b for b in story if apart(b, block.offset, block.end)] + [block]
+        elif action < 0.9:
+            low = rng.randrange(SIZE)
+            high = low + rng.randrange(200)
+            left = [b for b in story if apart(b, low, high)] if low < high else story
+            assert index.forget_range(low, high) == len(story) - len(left), seed
+            story = left
+        elif story:
+            chosen = rng.choice(story)
+            assert index.forget(chosen), seed
+            assert not index.forget(chosen), seed
+            story.remove(chosen)
+        expected = sorted(story, key=lambda b: b.offset)
+        assert list(index) == expected, seed
+        assert index.held_bytes == sum(b.nbytes for b in story), seed
+        start = rng.randrange(SIZE)
+        assert index.after(start, 3) == [b for b in expected if b.offset >= start][:3], seed
 
-    damaged = rng.choice(expected)
-    memory[damaged[1]] ^= 1
-    expected.remove(damaged)
-    assert index.verified(memory).keys == [e[0] for e in expected], seed
-    memory[damaged[1]] ^= 1
-    assert damaged[0] not in index.verified(memory).keys, "once wrong is forgotten"
+
+def test_columns_say_all_and_empty_ones_mean_the_default():
+    seed = secrets.randbits(32)
+    rng = random.Random(seed)
+    blocks = [random_block(rng) for _ in range(20)]
+    assert [facts(b) for b in blocks_of(columns_of(blocks))] == [facts(b) for b in blocks], seed
+    plain = HeldBlocks([b"k" * 16], [0], [5], [7])
+    (block,) = blocks_of(plain)
+    assert facts(block) == (0, 5, b"k" * 16, 7, False, 0, "", "")
+    assert columns_of([block]) == HeldBlocks([b"k" * 16], [0], [5], [7], [False])
+    assert not list(blocks_of(HeldBlocks([b"k" * 16], [0], [5], [])))
 
 
 def test_nonsense_is_ignored():
     index = NodeIndex(SIZE)
     key = secrets.token_bytes(16)
-    index.record(held((key, -1, 10, 0), (key, SIZE - 5, 6, 0), (key, 0, 0, 0)))
+    for offset, length, chunk in ((-1, 10, 0), (SIZE - 5, 6, 0), (0, 0, 0), (SIZE - 10, 10, 4)):
+        block = IndexedBlock(key=key, offset=offset, length=length, checksum=0, chunk_bytes=chunk)
+        assert not index.record(block)
+    assert not index.record(IndexedBlock(key=key, offset=0, length=1, checksum=-1))
     assert len(index) == 0
