@@ -1,23 +1,43 @@
-"""Copies leased blocks into the caller's region and tells the good ones from the bad."""
+"""Copies bytes of leased blocks into local memory and tells the good ones from the bad.
+
+read                  verified by                          bytes that move
+all of a block        its checksum; its table if it has    the payload (and the table once)
+a range, whole parts  those parts' entries in the table    the range, and the table once
+another range, parts  the parts around it, then copied     the parts around it
+another range, none   the checksum, then copied            the whole block
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.checksum import block_checksums
-from kvstore.client.locations import PrefixHit
-from kvstore.errors import LeaseExpired, NodeUnreachable
+from kvstore.checksum import (
+    CHECKSUM_BYTES,
+    block_checksums,
+    joined_checksum,
+    part_table,
+    table_bytes,
+    table_checksum,
+)
+from kvstore.client.locations import Hit
+from kvstore.client.pieces import Pieces
+from kvstore.client.read_plan import Check, ReadPlan, plan_read
+from kvstore.client.steps import Steps, reach, settle
+from kvstore.errors import NodeUnreachable
 from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
-    from transfer import Region, Transfer, TransferEngine
+    from kvstore.client.staging import Staging
+    from transfer import Transfer, TransferEngine
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +46,8 @@ class Copied:
 
     Attributes:
         num_good: Length of the leading run of blocks whose bytes are right.
-        corrupt: Positions whose bytes arrived and do not match their checksum.
-        unreached: Positions whose bytes could not be read.
+        corrupt: Blocks whose bytes arrived and do not match their checksum.
+        unreached: Blocks whose bytes could not be read.
         lost_nodes: Names of the nodes that could not be read from.
     """
 
@@ -36,98 +56,176 @@ class Copied:
     unreached: tuple[int, ...]
     lost_nodes: tuple[str, ...]
 
+    @property
+    def bad(self) -> tuple[int, ...]:
+        """All blocks that are not there, in order."""
+        return tuple(sorted((*self.corrupt, *self.unreached)))
+
+
+class _Attempt:
+    """State of one copy: what is found out on the way."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.reached = np.ones(num_blocks, dtype=bool)
+        self.corrupt: set[int] = set()
+        self.lost: list[str] = []
+
+    def result(self) -> Copied:
+        unreached = tuple(np.flatnonzero(~self.reached).tolist())
+        corrupt = tuple(sorted(self.corrupt))
+        first_bad = min((*corrupt, *unreached, len(self.reached)))
+        return Copied(
+            num_good=first_bad,
+            corrupt=corrupt,
+            unreached=unreached,
+            lost_nodes=tuple(self.lost),
+        )
+
 
 class BlockReader:
-    """One-sided reads: one transfer per node, all at once. Thread-safe.
+    """One-sided reads: one transfer per node and region, all at once. Thread-safe.
 
     Args:
         engine: Moves the bytes.
         segments: Keys to the nodes' segments.
+        staging: For ranges that must be verified with what is around them.
     """
 
-    def __init__(self, engine: TransferEngine, segments: SegmentKeys) -> None:
+    def __init__(self, engine: TransferEngine, segments: SegmentKeys, staging: Staging) -> None:
         self._engine = engine
         self._segments = segments
+        self._staging = staging
 
-    def copy(
-        self, hit: PrefixHit, region: Region, offsets: NDArray[np.int64], *, deadline_s: float
-    ) -> Copied:
-        """Copy block i of the run to `offsets[i]` of the region and verify it.
+    def copy(self, hit: Hit, pieces: Pieces, *, deadline_s: float) -> Steps[Copied]:
+        """Copy pieces of the blocks of a hit into local memory and verify them.
 
-        The lease is looked at before and after. Between the two the bytes cannot have moved; if
-        the later look finds it over, they may have, and nothing of the copy counts.
+        The lease is looked at before and after. If the later look finds it over, the bytes may
+        have moved, and nothing of the copy counts.
 
         Raises:
             LeaseExpired: See above; the target bytes are garbage.
         """
-        _check_lease(hit)
-        reached = np.ones(hit.num_blocks, dtype=bool)
-        lost: list[str] = []
+        hit.lease.check()
+        attempt = _Attempt(hit.num_blocks)
+        with ExitStack() as stack:
+            if hit.chunk_bytes.any():
+                yield from self._read_tables(hit, pieces, attempt, stack, deadline_s)
+            plan = plan_read(
+                hit, pieces, borrow=lambda n: stack.enter_context(self._staging.borrow(n))
+            )
+            yield from self._read(hit, plan.reads, attempt, deadline_s)
+            hit.lease.check()
+            self._verify(hit, plan, attempt)
+            plan.copy_out(attempt.reached)
+        return attempt.result()
 
-        def lose(node_idx: int) -> None:
-            name = hit.nodes[node_idx].node
-            reached[hit.node_idx == node_idx] = False
-            lost.append(name)
-            self._segments.forget(name)
+    def _read_tables(
+        self, hit: Hit, pieces: Pieces, attempt: _Attempt, stack: ExitStack, deadline_s: float
+    ) -> Steps[None]:
+        """Read and verify the part tables of the blocks that are wanted; kept in the hit."""
+        blocks = np.unique(pieces.blocks)
+        chunks = hit.chunk_bytes[blocks]
+        missing = [b for b in blocks[chunks > 0].tolist() if b not in hit.tables]
+        if not missing:
+            return
+        sizes = np.array(
+            [table_bytes(int(hit.lengths[b]), int(hit.chunk_bytes[b])) for b in missing],
+            dtype=np.int64,
+        )
+        ends = np.cumsum(sizes)
+        region = stack.enter_context(self._staging.borrow(int(ends[-1])))
+        rows = np.array(missing, dtype=np.int64)
+        tables = Pieces(
+            regions=(region,),
+            region_idx=np.zeros(len(rows), dtype=np.int64),
+            blocks=rows,
+            starts=hit.lengths[rows],
+            offsets=ends - sizes,
+            lengths=sizes,
+        )
+        yield from self._read(hit, tables, attempt, deadline_s)
+        hit.lease.check()
+        for block, table in zip(missing, tables.arrays(range(len(missing))), strict=True):
+            if not attempt.reached[block]:
+                continue
+            if table_checksum(table) == hit.checksums[block]:
+                hit.tables[block] = table.copy()
+            else:
+                attempt.corrupt.add(block)
 
-        reads: list[tuple[int, Transfer]] = []
-        for node_idx in range(len(hit.nodes)):
+    def _read(self, hit: Hit, pieces: Pieces, attempt: _Attempt, deadline_s: float) -> Steps[None]:
+        under_way: list[tuple[int, Transfer]] = []
+        where = hit.node_idx[pieces.blocks]
+        for index in np.unique(where).tolist():
+            theirs = np.flatnonzero(where == index)
             try:
-                reads.append((node_idx, self._start(hit, node_idx, region, offsets, deadline_s)))
+                yield from self._start(hit, index, pieces.of(theirs), deadline_s, under_way)
             except (NodeUnreachable, TransferError):
-                lose(node_idx)
-        for node_idx, read in reads:
+                self._lose(hit, index, attempt)
+        for index, transfer in under_way:
             try:
-                read.wait(max(0.001, deadline_s - time.monotonic()))
+                yield from settle(transfer)
             except TransferError:
-                lose(node_idx)
-        _check_lease(hit)
-        return _judge(hit, region, offsets, reached, tuple(lost))
+                self._lose(hit, index, attempt)
 
     def _start(
         self,
-        hit: PrefixHit,
-        node_idx: int,
-        region: Region,
-        offsets: NDArray[np.int64],
+        hit: Hit,
+        index: int,
+        pieces: Pieces,
         deadline_s: float,
-    ) -> Transfer:
-        node = hit.nodes[node_idx]
-        theirs = np.flatnonzero(hit.node_idx == node_idx)
-        key = self._segments.get(node, deadline_s=deadline_s)
-        return self._engine.read(
-            node.node,
-            region,
-            key,
-            offsets[theirs],
-            hit.offsets[theirs],
-            hit.lengths[theirs],
-            priority=Priority.KV_GET,
-            timeout_s=max(0.001, deadline_s - time.monotonic()),
-        )
+        under_way: list[tuple[int, Transfer]],
+    ) -> Steps[None]:
+        where = hit.nodes[index]
+        key = self._segments.known(where)
+        if key is None:
+            key = yield from reach(where, deadline_s)
+        sources = hit.offsets[pieces.blocks] + pieces.starts
+        for region, rows in pieces.by_region(np.arange(len(pieces))):
+            transfer = self._engine.read(
+                where.node,
+                region,
+                key,
+                pieces.offsets[rows],
+                sources[rows],
+                pieces.lengths[rows],
+                priority=Priority.KV_GET,
+                timeout_s=max(0.001, deadline_s - time.monotonic()),
+            )
+            under_way.append((index, transfer))
+
+    def _lose(self, hit: Hit, index: int, attempt: _Attempt) -> None:
+        name = hit.nodes[index].node
+        attempt.reached[hit.node_idx == index] = False
+        if name not in attempt.lost:
+            attempt.lost.append(name)
+        self._segments.forget(name)
+
+    def _verify(self, hit: Hit, plan: ReadPlan, attempt: _Attempt) -> None:
+        rows = plan.whole[attempt.reached[plan.reads.blocks[plan.whole]]]
+        for region, of_region in plan.reads.by_region(rows):
+            found = block_checksums(
+                region.array, plan.reads.offsets[of_region], plan.reads.lengths[of_region]
+            )
+            blocks = plan.reads.blocks[of_region].tolist()
+            attempt.corrupt.update(
+                block
+                for block, checksum in zip(blocks, found, strict=True)
+                if checksum != hit.checksums[block]
+            )
+        for check in plan.checks:
+            if attempt.reached[check.block] and not _is_right(hit, check, plan.reads):
+                attempt.corrupt.add(check.block)
 
 
-def _judge(
-    hit: PrefixHit,
-    region: Region,
-    offsets: NDArray[np.int64],
-    reached: NDArray[np.bool_],
-    lost: tuple[str, ...],
-) -> Copied:
-    arrived = np.flatnonzero(reached)
-    found = block_checksums(region.tensor.numpy(), offsets[arrived], hit.lengths[arrived])
-    pairs = zip(arrived.tolist(), found, strict=True)
-    corrupt = tuple(i for i, checksum in pairs if checksum != hit.checksums[i])
-    unreached = tuple(np.flatnonzero(~reached).tolist())
-    return Copied(
-        num_good=min((*corrupt, *unreached, hit.num_blocks)),
-        corrupt=corrupt,
-        unreached=unreached,
-        lost_nodes=lost,
-    )
-
-
-def _check_lease(hit: PrefixHit, clock: Callable[[], float] = time.monotonic) -> None:
-    late_s = clock() - hit.deadline_s
-    if late_s >= 0:
-        raise LeaseExpired(lease_id=hit.lease_id, late_s=late_s)
+def _is_right(hit: Hit, check: Check, reads: Pieces) -> bool:
+    arrays = reads.arrays(check.rows)
+    chunk_bytes = int(hit.chunk_bytes[check.block])
+    if not chunk_bytes:
+        return joined_checksum(arrays) == hit.checksums[check.block]
+    table = hit.tables.get(check.block)
+    if table is None:
+        return False  # known to be corrupt already
+    found = part_table(arrays, chunk_bytes)
+    first = check.first_chunk * CHECKSUM_BYTES
+    return bool(np.array_equal(found, table[first : first + len(found)]))

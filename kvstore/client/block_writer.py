@@ -11,43 +11,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.steps import Steps, reach, settle
 from kvstore.errors import NodeUnreachable
-from kvstore.wire.messages import HeldBlocks, NodeAddress
+from kvstore.wire.messages import Allocated, HeldBlocks, NodeAddress
 from kvstore.wire.peer_messages import Written, encode_to_node
 from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
+    from kvstore.client.source import Source
     from kvstore.node.store_node import StoreNode
-    from transfer import Region, Transfer, TransferEngine
+    from transfer import Transfer, TransferEngine
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Source:
-    """The blocks of one put, as columns.
-
-    Attributes:
-        keys: Their names.
-        region: Where they are.
-        offsets: [N] int64 in the region.
-        lengths: [N] int64, bytes.
-        checksums: xxh3_64 of each.
-        pin: Whether they are to be pinned.
-    """
-
-    keys: Sequence[bytes]
-    region: Region
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    checksums: Sequence[int]
-    pin: bool
+Ints = NDArray[np.int64]
 
 
 @dataclass(slots=True, kw_only=True)
 class WriteResult:
-    """Positions by what became of them, and the nodes that could not be reached.
+    """Granted rows by what became of them, and the nodes that could not be reached.
 
     `aborted`: nothing is under way. `unsettled`: bytes may be under way for all we know.
     """
@@ -58,8 +41,15 @@ class WriteResult:
     lost_nodes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _UnderWay:
+    where: NodeAddress
+    rows: Ints
+    transfers: list[Transfer]
+
+
 class BlockWriter:
-    """One-sided writes: one transfer per node, all at once. Thread-safe.
+    """One-sided writes: one transfer per segment and region, all at once. Thread-safe.
 
     Args:
         engine: Moves the bytes.
@@ -75,78 +65,101 @@ class BlockWriter:
         self._local_node = local_node
 
     def write(
-        self,
-        source: Source,
-        nodes: Sequence[NodeAddress],
-        node_idx: Sequence[int],
-        offsets: Sequence[int],
-        *,
-        deadline_s: float,
-    ) -> WriteResult:
-        """Write block i to `offsets[i]` of its node's segment; -1 in `node_idx` means nowhere.
+        self, source: Source, granted: Allocated, *, replicas: int, deadline_s: float
+    ) -> Steps[WriteResult]:
+        """Write the granted copies: row i is copy `i % replicas` of block `i // replicas`.
 
         Each node also learns what it holds now, before the master does: a node that knows of a
         block too many is harmless, one too few would lose it with the master.
         """
-        where, targets = np.array(node_idx, dtype=np.int64), np.array(offsets, dtype=np.int64)
+        node_idx = np.array(granted.node_idx, dtype=np.int64)
+        offsets = np.array(granted.offsets, dtype=np.int64)
         result = WriteResult()
-        under_way: list[tuple[NodeAddress, list[int], Transfer]] = []
-        for idx, node in enumerate(nodes):
-            theirs = np.flatnonzero(where == idx)
+        under_way: list[_UnderWay] = []
+        for index, where in enumerate(granted.nodes):
+            rows = np.flatnonzero(node_idx == index)
+            started: list[Transfer] = []
             try:
-                key = self._segments.get(node, deadline_s=deadline_s)
-            except NodeUnreachable as error:
-                self._lose(node, error, result)
-                result.aborted += theirs.tolist()
-                continue
-            try:
-                transfer = self._engine.write(
-                    node.node,
-                    source.region,
-                    key,
-                    source.offsets[theirs],
-                    targets[theirs],
-                    source.lengths[theirs],
-                    priority=Priority.KV_PUT,
-                    timeout_s=max(0.001, deadline_s - time.monotonic()),
+                yield from self._start(
+                    source, where, rows // replicas, offsets[rows], started, deadline_s
                 )
-            except TransferError as error:  # raised at once: nothing is under way
-                self._lose(node, error, result)
-                result.aborted += theirs.tolist()
+            except (NodeUnreachable, TransferError) as error:
+                self._lose(where, error, result)
+                # Raised at once, so nothing is under way, unless others had been started before.
+                (result.unsettled if started else result.aborted).extend(rows.tolist())
                 continue
-            under_way.append((node, theirs.tolist(), transfer))
-        for node, positions, transfer in under_way:
-            try:
-                transfer.wait(max(0.001, deadline_s - time.monotonic()))
-                self._tell(node, source, positions, targets)
-            except TransferError as error:
-                self._lose(node, error, result)
-                result.unsettled += positions
-                continue
-            result.written += positions
+            under_way.append(_UnderWay(where=where, rows=rows, transfers=started))
+        for written in under_way:
+            yield from self._end(source, written, offsets, replicas, result)
         return result
 
-    def _tell(
+    def _start(
         self,
-        node: NodeAddress,
         source: Source,
-        positions: list[int],
-        targets: NDArray[np.int64],
-    ) -> None:
-        held = HeldBlocks(
-            keys=[source.keys[i] for i in positions],
-            offsets=targets[positions].tolist(),
-            lengths=source.lengths[positions].tolist(),
-            checksums=[source.checksums[i] for i in positions],
-            pinned=[source.pin] * len(positions),
-        )
-        payload = encode_to_node(Written(held))
-        if node.node == self._engine.name and self._local_node is not None:
-            self._local_node.on_notify(node.node, payload)
-        else:
-            self._engine.notify(node.node, payload)
+        where: NodeAddress,
+        blocks: Ints,
+        offsets: Ints,
+        started: list[Transfer],
+        deadline_s: float,
+    ) -> Steps[None]:
+        key = self._segments.known(where)
+        if key is None:
+            key = yield from reach(where, deadline_s)
+        pieces, granted = source.pieces_of(blocks)
+        targets = offsets[granted] + pieces.starts
+        for region, rows in pieces.by_region(np.arange(len(pieces))):
+            transfer = self._engine.write(
+                where.node,
+                region,
+                key,
+                pieces.offsets[rows],
+                targets[rows],
+                pieces.lengths[rows],
+                priority=Priority.KV_PUT,
+                timeout_s=max(0.001, deadline_s - time.monotonic()),
+            )
+            started.append(transfer)
 
-    def _lose(self, node: NodeAddress, error: Exception, result: WriteResult) -> None:
-        logger.info("blocks for %s not written: %s", node.node, error)
-        self._segments.forget(node.node)
-        result.lost_nodes.append(node.node)
+    def _end(
+        self,
+        source: Source,
+        written: _UnderWay,
+        offsets: Ints,
+        replicas: int,
+        result: WriteResult,
+    ) -> Steps[None]:
+        rows = written.rows.tolist()
+        failure: TransferError | None = None
+        for transfer in written.transfers:
+            try:
+                yield from settle(transfer)
+            except TransferError as error:
+                failure = error
+        try:
+            if failure is None:
+                blocks = (written.rows // replicas).tolist()
+                self._tell(written.where, source.held(blocks, offsets[written.rows].tolist()))
+        except TransferError as error:
+            failure = error
+        if failure is None:
+            result.written += rows
+        else:
+            self._lose(written.where, failure, result)
+            result.unsettled += rows
+
+    def _tell(self, where: NodeAddress, held: HeldBlocks) -> None:
+        payload = encode_to_node(Written(held, where.segment))
+        if where.node == self._engine.name and self._local_node is not None:
+            self._local_node.on_notify(where.node, payload)
+        else:
+            self._engine.notify(where.node, payload)
+
+    def _lose(self, where: NodeAddress, error: Exception, result: WriteResult) -> None:
+        logger.info("blocks for %s not written: %s", where.node, error)
+        self._segments.forget(where.node)
+        result.lost_nodes.append(where.node)
+
+
+def stored_blocks(rows: Sequence[int], stored: Sequence[bool], replicas: int) -> set[int]:
+    """Which blocks have at least one copy that was committed."""
+    return {row // replicas for row, good in zip(rows, stored, strict=True) if good}

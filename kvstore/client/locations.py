@@ -2,53 +2,90 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.lease import Lease
 from kvstore.wire.messages import Located, NodeAddress
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PrefixHit:
-    """The leading run of the keys of a lookup that is in the pool, leased to the caller.
+class Hit:
+    """Blocks that a lookup found, leased to the caller until it releases them.
+
+    Of a prefix lookup they are the leading run of the keys asked for; else those that are there.
 
     Attributes:
-        keys: Keys of the run, in order.
-        lease_id: 0 if the run is empty.
-        deadline_s: End of the lease on this process's monotonic clock, on the safe side.
-        nodes: The nodes that hold blocks of the run.
+        keys: Keys of the blocks, in the order asked for.
+        positions: [num_blocks] int64, where each stood among the keys asked for.
+        lease: How long the bytes stay in place.
+        nodes: The segments that hold blocks of the hit.
         node_idx: [num_blocks] int64, index into `nodes`.
-        offsets: [num_blocks] int64, in the node's segment.
-        lengths: [num_blocks] int64, bytes of each block.
+        offsets: [num_blocks] int64, in the segment.
+        lengths: [num_blocks] int64, bytes of payload of each block.
         checksums: xxh3_64 of each block.
+        chunk_bytes: [num_blocks] int64; 0: no part table.
+        tables: Part tables read so far and verified, by block.
     """
 
     keys: tuple[bytes, ...]
-    lease_id: int
-    deadline_s: float
+    positions: Ints
+    lease: Lease
     nodes: tuple[NodeAddress, ...]
-    node_idx: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    node_idx: Ints
+    offsets: Ints
+    lengths: Ints
     checksums: tuple[int, ...]
+    chunk_bytes: Ints
+    tables: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
-        """Length of the run."""
+        """How many were found."""
         return len(self.keys)
 
+    @property
+    def lease_id(self) -> int:
+        """The lease's number; 0 if nothing was found."""
+        return self.lease.lease_id
+
+    @property
+    def deadline_s(self) -> float:
+        """End of the lease on this process's monotonic clock."""
+        return self.lease.deadline_s
+
     @classmethod
-    def from_reply(cls, keys: list[bytes], reply: Located, *, asked_s: float) -> PrefixHit:
+    def from_reply(cls, keys: Sequence[bytes], reply: Located, *, asked_s: float) -> Hit:
         """Read the master's reply to a lookup that was sent at `asked_s`."""
+        where = np.array(reply.node_idx, dtype=np.int64)
+        found = np.flatnonzero(where >= 0)
+        offsets = np.array(reply.offsets, dtype=np.int64)
+        lengths = np.array(reply.lengths, dtype=np.int64)
+        checksums: Sequence[int] = reply.checksums
+        chunks = np.zeros(len(where), dtype=np.int64)
+        if reply.chunk_bytes:
+            chunks = np.array(reply.chunk_bytes, dtype=np.int64)
+        names: Sequence[bytes] = keys[: len(where)]
+        if len(found) < len(where):
+            where, offsets, lengths, chunks = (
+                column[found] for column in (where, offsets, lengths, chunks)
+            )
+            rows = found.tolist()
+            checksums = [checksums[row] for row in rows]
+            names = [names[row] for row in rows]
         return cls(
-            keys=tuple(keys[: len(reply.offsets)]),
-            lease_id=reply.lease_id,
-            deadline_s=asked_s + reply.lease_s,
+            keys=tuple(names),
+            positions=found,
+            lease=Lease(reply.lease_id, asked_s + reply.lease_s),
             nodes=tuple(reply.nodes),
-            node_idx=np.array(reply.node_idx, dtype=np.int64),
-            offsets=np.array(reply.offsets, dtype=np.int64),
-            lengths=np.array(reply.lengths, dtype=np.int64),
-            checksums=tuple(reply.checksums),
+            node_idx=where,
+            offsets=offsets,
+            lengths=lengths,
+            checksums=tuple(checksums),
+            chunk_bytes=chunks,
         )

@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from kvstore.node.store_node import StoreNode
     from transfer import TransferEngine
 
+Target = tuple[str, int]  # node, number of the segment
+
 
 class SegmentKeys:
     """Connects to nodes and keeps the keys they offer. Thread-safe.
+
+    A node that does not answer keeps only those waiting who want its own segments.
 
     Args:
         engine: The client's engine.
@@ -28,78 +32,90 @@ class SegmentKeys:
     def __init__(self, engine: TransferEngine, local_node: StoreNode | None) -> None:
         self._engine = engine
         self._local_node = local_node
-        self._keys: dict[str, RegionKey] = {}
+        self._keys: dict[Target, RegionKey] = {}
         self._offered = threading.Condition()
-        self._asking = threading.Lock()
+        self._asking: dict[Target, threading.Lock] = {}
         self._ask_ids = itertools.count(1)
-        self._awaited = 0  # id of the question under way, 0 if none
+        self._awaited: dict[int, Target] = {}
 
-    def get(self, node: NodeAddress, *, deadline_s: float) -> RegionKey:
-        """Return the key to a node's segment, connecting and asking if need be.
+    def known(self, where: NodeAddress) -> RegionKey | None:
+        """Return the key to a segment if it need not be asked for."""
+        return self._keys.get((where.node, where.segment))
+
+    def get(self, where: NodeAddress, *, deadline_s: float) -> RegionKey:
+        """Return the key to a segment, connecting and asking if need be.
 
         Args:
-            node: Whose segment.
+            where: Which segment of which node.
             deadline_s: Of the monotonic clock.
 
         Raises:
             NodeUnreachable: No connection or no offer before the deadline.
         """
-        key = self._keys.get(node.node)
+        target = (where.node, where.segment)
+        key = self._keys.get(target)
         if key is not None:
             return key
-        if not self._asking.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
-            raise _unreachable(node, "another thread is still asking for a segment")
+        with self._offered:
+            asking = self._asking.setdefault(target, threading.Lock())
+        if not asking.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise _unreachable(where, "another thread is still asking for its segment")
         try:
-            key = self._keys.get(node.node)
-            return key if key is not None else self._ask(node, deadline_s)
+            key = self._keys.get(target)
+            return key if key is not None else self._ask(where, deadline_s)
         finally:
-            self._asking.release()
+            asking.release()
 
     def forget(self, node: str) -> None:
-        """Ask anew next time: the key did not work."""
+        """Ask anew next time: a key of this node did not work."""
         with self._offered:
-            self._keys.pop(node, None)
+            for target in [target for target in self._keys if target[0] == node]:
+                del self._keys[target]
 
     def receive(self, peer: str, note: OfferSegment) -> None:
         """Take an offer; called on the engine's thread. Unasked ones are ignored."""
         key = RegionKey.decode(note.region_key)
         with self._offered:
-            if note.ask_id == self._awaited and key.owner == peer:
-                self._keys[peer] = key
+            target = self._awaited.get(note.ask_id)
+            if target is not None and key.owner == peer == target[0]:
+                self._keys[target] = key
                 self._offered.notify_all()
 
-    def _ask(self, node: NodeAddress, deadline_s: float) -> RegionKey:
-        if node.node == self._engine.name:
-            return self._ask_local(node)
-        ask_id = next(self._ask_ids)
+    def _ask(self, where: NodeAddress, deadline_s: float) -> RegionKey:
+        if where.node == self._engine.name:
+            return self._ask_local(where)
+        target, ask_id = (where.node, where.segment), next(self._ask_ids)
+        with self._offered:
+            self._awaited[ask_id] = target
         try:
             remaining_s = max(0.001, deadline_s - time.monotonic())
-            peer = self._engine.connect(node.address, timeout_s=remaining_s)
-            if peer.name != node.node:
-                raise _unreachable(node, f"its address belongs to {peer.name} now")
+            peer = self._engine.connect(where.address, timeout_s=remaining_s)
+            if peer.name != where.node:
+                raise _unreachable(where, f"its address belongs to {peer.name} now")
+            note = AskSegment(ask_id=ask_id, segment=where.segment)
+            self._engine.notify(where.node, encode_to_node(note))
             with self._offered:
-                self._awaited = ask_id
-            self._engine.notify(node.node, encode_to_node(AskSegment(ask_id=ask_id)))
+                self._offered.wait_for(
+                    lambda: target in self._keys, timeout=max(0.0, deadline_s - time.monotonic())
+                )
+                key = self._keys.get(target)
         except TransferError as error:
-            raise _unreachable(node, f"{type(error).__name__}: {error}") from error
-        with self._offered:
-            self._offered.wait_for(
-                lambda: node.node in self._keys, timeout=max(0.0, deadline_s - time.monotonic())
-            )
-            self._awaited = 0
-            key = self._keys.get(node.node)
+            raise _unreachable(where, f"{type(error).__name__}: {error}") from error
+        finally:
+            with self._offered:
+                del self._awaited[ask_id]
         if key is None:
-            raise _unreachable(node, "it did not offer its segment in time")
+            raise _unreachable(where, "it did not offer its segment in time")
         return key
 
-    def _ask_local(self, node: NodeAddress) -> RegionKey:
+    def _ask_local(self, where: NodeAddress) -> RegionKey:
         if self._local_node is None:
-            raise _unreachable(node, "it is this process, but its node was not given")
-        key = self._local_node.offer_to(node.node)
+            raise _unreachable(where, "it is this process, but its node was not given")
+        key = self._local_node.offer_to(where.node)
         with self._offered:
-            self._keys[node.node] = key
+            self._keys[where.node, where.segment] = key
         return key
 
 
-def _unreachable(node: NodeAddress, problem: str) -> NodeUnreachable:
-    return NodeUnreachable(node=node.node, address=node.address, problem=problem)
+def _unreachable(where: NodeAddress, problem: str) -> NodeUnreachable:
+    return NodeUnreachable(node=where.node, address=where.address, problem=problem)

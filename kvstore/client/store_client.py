@@ -1,33 +1,37 @@
 """The store as its users see it: look up, copy in, put. Bytes move one-sided, past the master.
 
 lookup_prefix   keys ─▶ master: longest run that is there, leased in the same step
-get_into        run ─▶ one read per node into the caller's region ─▶ checksums
-put             allocate at the master ─▶ one write per node ─▶ commit at the master
+get_into        run ─▶ one read per segment into the caller's region ─▶ checksums
+put             allocate at the master ─▶ one write per segment ─▶ commit at the master
+
+Here blocks are columns in registered memory; `Store` takes and gives values of any kind.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.checksum import block_checksums
-from kvstore.client.block_reader import BlockReader, Copied
-from kvstore.client.block_writer import BlockWriter, Source
-from kvstore.client.locations import PrefixHit
+from kvstore.client.block_reader import Copied
+from kvstore.client.client_core import ClientCore, whole_blocks
+from kvstore.client.client_record import ClientStatistics
+from kvstore.client.driver import Driver
+from kvstore.client.held_hit import HeldHit
+from kvstore.client.lease_keeper import LeaseKeeper
+from kvstore.client.locations import Hit
+from kvstore.client.pieces import Pieces
+from kvstore.client.put_options import PutOptions
 from kvstore.client.segment_keys import SegmentKeys
-from kvstore.errors import KVStoreError, MasterUnavailable
+from kvstore.client.tenant import Tenant
+from kvstore.errors import InvalidValue
 from kvstore.wire import messages as m
 from kvstore.wire.master_link import MasterLink
-from kvstore.wire.messages import PutOutcome
+from kvstore.wire.messages import Pin, PutOutcome
 from kvstore.wire.peer_messages import TO_CLIENT, decode_to_client
 from transfer import TransferError
 
@@ -38,24 +42,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AVOID_S: Final = 5.0  # how long a node that could not be reached is left alone
-ABANDONED_MAX: Final = 1024
+HOLD_S_MAX: Final = 600.0
+NOBODY: Final = Tenant()
 
 Offsets = Sequence[int] | npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientStatistics:
-    """Counts since the client was made."""
-
-    hit_blocks: int
-    missed_blocks: int
-    read_blocks: int
-    corrupt_blocks: int
-    unreachable_blocks: int
-    stored_blocks: int
-    skipped_blocks: int
-    failed_blocks: int
 
 
 class StoreClient:
@@ -69,6 +59,7 @@ class StoreClient:
         config: The store's knobs.
         secret: The cluster secret.
         local_node: The store node on the same engine, if there is one.
+        tenant: For whom the client acts.
     """
 
     def __init__(
@@ -79,9 +70,9 @@ class StoreClient:
         *,
         secret: bytes,
         local_node: StoreNode | None = None,
+        tenant: Tenant = NOBODY,
     ) -> None:
         self._name = engine.name
-        self._timeout_s = config.request_timeout_s
         self._link = MasterLink(
             master_address,
             secret=secret,
@@ -89,17 +80,21 @@ class StoreClient:
             timeout_s=config.request_timeout_s,
         )
         self._segments = SegmentKeys(engine, local_node)
-        self._reader = BlockReader(engine, self._segments)
-        self._writer = BlockWriter(engine, self._segments, local_node)
-        self._batches = itertools.count(1)
-        self._lock = threading.Lock()
-        self._avoided: dict[str, float] = {}  # node -> until when
-        self._abandoned: list[int] = []
-        self._counts = dict.fromkeys(ClientStatistics.__dataclass_fields__, 0)
+        self.core = ClientCore(
+            engine, self._segments, local_node, tenant=tenant, timeout_s=config.request_timeout_s
+        )
+        self.driver = Driver(self._link, self._segments)
+        self.leases = LeaseKeeper(
+            renew=lambda ids: self._link.ask(m.Renew(self._name, list(ids)), m.Renewed),
+            release=lambda ids: self._link.ask(m.Release(self._name, list(ids)), m.Done),
+            on_lost=lambda number: self.core.record.count(lost_leases=number),
+        )
 
     def close(self) -> None:
-        """Stop using the store. Running leases end by themselves."""
+        """Stop using the store. Held leases are released, others end by themselves."""
+        self.leases.close()
         self._link.close()
+        self.core.staging.close()
 
     def __enter__(self) -> StoreClient:
         return self
@@ -110,6 +105,14 @@ class StoreClient:
     def use_master(self, address: str) -> None:
         """Ask another master from now on."""
         self._link.redirect(address)
+
+    def enter(self) -> m.Entered:
+        """Tell the master for whom this client acts; else that happens when it wants to know.
+
+        Raises:
+            TenantRefused: The tenant is unknown, or its token is another one.
+        """
+        return self.driver.run(self.core.master.enter())
 
     def on_notify(self, peer: str, payload: bytes) -> bool:
         """Take a note if it is for a store client; short enough for the engine's thread.
@@ -127,7 +130,7 @@ class StoreClient:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def lookup_prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> PrefixHit:
+    def lookup_prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Hit:
         """Find the longest leading run of `keys` that is in the pool, and lease it.
 
         The caller releases the hit when it has read what it wants; else the lease runs out.
@@ -135,22 +138,37 @@ class StoreClient:
         Raises:
             MasterUnavailable: No answer in time (retryable); treat it as a miss.
             Fenced: This incarnation is out of the cluster.
+            TenantRefused: See `enter`.
         """
-        asked_s = time.monotonic()
-        asked = list(keys[: m.KEYS_MAX])
-        request = m.Lookup(self._name, asked, self._avoid())
-        reply = self._link.ask(request, m.Located, timeout_s=timeout_s)
-        hit = PrefixHit.from_reply(asked, reply, asked_s=asked_s)
-        self._count(hit_blocks=hit.num_blocks, missed_blocks=len(keys) - hit.num_blocks)
-        return hit
+        return self.driver.run(self.core.lookup(keys, every=False, timeout_s=timeout_s))
+
+    def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Hit:
+        """Find all of `keys` that are in the pool, and lease them; `Hit.positions` says which.
+
+        Raises as `lookup_prefix`.
+        """
+        return self.driver.run(self.core.lookup(keys, every=True, timeout_s=timeout_s))
+
+    def hold(self, hit: Hit, *, max_s: float = HOLD_S_MAX) -> HeldHit:
+        """Keep a hit's blocks in place until the result is closed: its lease is renewed.
+
+        Args:
+            hit: From a lookup; not to be released otherwise.
+            max_s: After this it is not renewed any more, even if nobody has closed it.
+
+        Raises:
+            TooManyHolds: Something does not close what it holds.
+        """
+        return HeldHit(hit, self.leases, max_s=max_s)
 
     def get_into(
-        self, hit: PrefixHit, region: Region, offsets: Offsets, *, timeout_s: float | None = None
+        self, hit: Hit, region: Region, offsets: Offsets, *, timeout_s: float | None = None
     ) -> int:
         """Copy the blocks of a hit, block i to `offsets[i]` of the region.
 
         Every block's checksum is verified after the copy. Blocks that are bad or out of reach are
-        reported to the master; what was copied after the first of them is of no use.
+        reported to the master and copied from elsewhere; what follows the first for which that
+        is not possible is of no use in a chain.
 
         Args:
             hit: From `lookup_prefix`, its lease still running.
@@ -163,30 +181,43 @@ class StoreClient:
 
         Raises:
             LeaseExpired: The lease ended before the copy did (retryable: look up again).
-            ValueError: The offsets do not fit the hit or the region.
+            InvalidValue: The offsets do not fit the hit or the region.
         """
-        if hit.num_blocks == 0:
-            return 0
-        targets = np.asarray(offsets, dtype=np.int64)
-        _check_ranges(region, targets, hit.lengths)
-        copied = self._reader.copy(hit, region, targets, deadline_s=self._deadline(timeout_s))
-        self._count(read_blocks=copied.num_good)
-        if copied.num_good < hit.num_blocks:
-            self._report(hit, copied)
-        return copied.num_good
+        pieces = Pieces.of_blocks(region, offsets, hit.lengths)
+        return self.copy(hit, pieces, timeout_s=timeout_s).num_good
 
-    def release(self, hit: PrefixHit) -> None:
+    def get_ranges(
+        self,
+        hit: Hit,
+        region: Region,
+        offsets: Offsets,
+        *,
+        start: int,
+        nbytes: int,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Copy the bytes `[start, start + nbytes)` of every block, as of one layer of KV.
+
+        Blocks that were put with `chunk_bytes` move little more than the range; others are read
+        whole, since only so can they be verified. Otherwise as `get_into`.
+        """
+        lengths = np.full(hit.num_blocks, nbytes, dtype=np.int64)
+        whole = Pieces.of_blocks(region, offsets, lengths)
+        pieces = whole.starting_at(np.full(hit.num_blocks, start, dtype=np.int64))
+        return self.copy(hit, pieces, timeout_s=timeout_s).num_good
+
+    def copy(self, hit: Hit, pieces: Pieces, *, timeout_s: float | None = None) -> Copied:
+        """Copy any pieces of the blocks of a hit, and say which blocks are good. See `get_into`."""
+        return self.driver.run(self.core.copy(hit, pieces, timeout_s))
+
+    def release(self, hit: Hit) -> None:
         """End the lease of a hit. An unreachable master is no error: the lease runs out."""
-        if hit.lease_id == 0:
-            return
-        try:
-            self._link.ask(m.Release(self._name, [hit.lease_id]), m.Done)
-        except KVStoreError as error:
-            logger.debug("lease %s not released: %s", hit.lease_id, error)
+        if hit.lease_id:
+            self.driver.run(self.core.reading.release([hit.lease_id]))
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[bool]:
         """Tell which blocks are in the pool now. Raises as `lookup_prefix`."""
-        return self._link.ask(m.Exists(list(keys)), m.Present, timeout_s=timeout_s).flags
+        return self.driver.run(self.core.exists(keys, timeout_s))
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -198,6 +229,7 @@ class StoreClient:
         nbytes_each: int | Sequence[int] | npt.NDArray[np.int64],
         *,
         pin: bool = False,
+        options: PutOptions | None = None,
         timeout_s: float | None = None,
     ) -> tuple[PutOutcome, ...]:
         """Store blocks, each whole or not at all, on other nodes than this one if there are any.
@@ -212,7 +244,8 @@ class StoreClient:
             region: Source.
             offsets: [N] byte offsets in the region.
             nbytes_each: Bytes of every block, or [N] bytes of each.
-            pin: Never evict these blocks.
+            pin: Never evict these blocks; short for `PutOptions(pin=Pin.HARD)`.
+            options: How to store them.
             timeout_s: For the whole call; default: the configured one.
 
         Returns:
@@ -221,39 +254,57 @@ class StoreClient:
         Raises:
             MasterUnavailable: It did not answer (retryable). What it granted is given back.
             Fenced: This incarnation is out of the cluster.
-            ValueError: Columns of different lengths, or pieces outside of the region.
+            TenantRefused: See `enter`.
+            InvalidKey, InvalidValue: Not 16 bytes, columns of different lengths, or pieces
+                outside of the region.
         """
-        if not keys:
-            return ()
-        deadline_s = self._deadline(timeout_s)
-        starts = np.asarray(offsets, dtype=np.int64)
+        if options is None:
+            options = PutOptions(pin=Pin.HARD if pin else Pin.NONE)
+        elif pin:
+            raise InvalidValue(problem="pin and options exclude one another")
         lengths = np.broadcast_to(np.asarray(nbytes_each, dtype=np.int64), (len(keys),))
-        _check_ranges(region, starts, lengths)
-        source = Source(
-            keys=keys,
-            region=region,
-            offsets=starts,
-            lengths=lengths,
-            checksums=block_checksums(region.tensor.numpy(), starts, lengths),
-            pin=pin,
-        )
-        batch = next(self._batches)
-        try:
-            outcomes = self._put(batch, source, deadline_s)
-        except MasterUnavailable:
-            # Whatever of this batch the master granted or will still grant, we write it no more.
-            self._abandon(batch)
-            raise
-        stored = outcomes.count(PutOutcome.STORED)
-        failed = outcomes.count(PutOutcome.FAILED)
-        self._count(
-            stored_blocks=stored, failed_blocks=failed, skipped_blocks=len(keys) - stored - failed
-        )
-        return tuple(outcomes)
+        pieces = whole_blocks(region, offsets, lengths)
+        return self.put_pieces(keys, pieces, options, timeout_s=timeout_s)
 
-    def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> int:
-        """Forget blocks, pinned ones too; return how many were there. Raises as `lookup_prefix`."""
-        return self._link.ask(m.Remove(list(keys)), m.Done, timeout_s=timeout_s).count
+    def put_pieces(
+        self,
+        keys: Sequence[bytes],
+        pieces: Pieces,
+        options: PutOptions,
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[PutOutcome, ...]:
+        """Store blocks whose bytes are gathered from several pieces of memory. See `put`."""
+        return self.driver.run(self.core.put(keys, pieces, options, timeout_s))
+
+    def set_pin(
+        self,
+        keys: Sequence[bytes],
+        pin: Pin,
+        *,
+        pin_s: float = 0.0,
+        group: str = "",
+        timeout_s: float | None = None,
+    ) -> int:
+        """Pin blocks that are there, or let them go (`Pin.NONE`), by key and by group.
+
+        Returns:
+            How many were found. Raises as `lookup_prefix`.
+        """
+        names = self.core.names(keys)
+        return self.driver.run(
+            self.core.writing.set_pin(names, pin, pin_s=pin_s, group=group, timeout_s=timeout_s)
+        )
+
+    def remove(
+        self, keys: Sequence[bytes], *, group: str = "", timeout_s: float | None = None
+    ) -> int:
+        """Forget blocks, pinned ones too, by key and by group; return how many were there.
+
+        Who holds a lease on them can read them until it ends. Raises as `lookup_prefix`.
+        """
+        names = self.core.names(keys)
+        return self.driver.run(self.core.writing.remove(names, group=group, timeout_s=timeout_s))
 
     # -- the cluster --------------------------------------------------------------------------
 
@@ -271,107 +322,4 @@ class StoreClient:
 
     def statistics(self) -> ClientStatistics:
         """Return this client's counts."""
-        with self._lock:
-            return ClientStatistics(**self._counts)
-
-    # -- inside -------------------------------------------------------------------------------
-
-    def _put(self, batch: int, source: Source, deadline_s: float) -> list[PutOutcome]:
-        with self._lock:
-            abandoned = list(self._abandoned)
-        request = m.Allocate(
-            client=self._name,
-            batch=batch,
-            keys=list(source.keys),
-            lengths=source.lengths.tolist(),
-            checksums=list(source.checksums),
-            pin=m.Pin.HARD if source.pin else m.Pin.NONE,
-            avoid=self._avoid(),
-            abandoned=abandoned,
-        )
-        granted = self._link.ask(request, m.Allocated, timeout_s=_remaining(deadline_s))
-        with self._lock:
-            self._abandoned = [i for i in self._abandoned if i not in abandoned]
-        outcomes = list(granted.outcomes)
-        if not granted.nodes:
-            return outcomes
-        deadline_s = min(deadline_s, time.monotonic() + granted.put_s / 2)
-        result = self._writer.write(
-            source, granted.nodes, granted.node_idx, granted.offsets, deadline_s=deadline_s
-        )
-        self._shun(result.lost_nodes)
-        finish = m.Finish(
-            client=self._name,
-            batch=batch,
-            committed=result.written,
-            aborted=result.aborted,
-            unsettled=result.unsettled,
-        )
-        # Its own deadline: the bytes are there, and giving up now would waste them.
-        finished = self._link.ask(finish, m.Finished)
-        for position in (*result.aborted, *result.unsettled):
-            outcomes[position] = PutOutcome.FAILED
-        for position, stored in zip(result.written, finished.stored, strict=True):
-            outcomes[position] = PutOutcome.STORED if stored else PutOutcome.FAILED
-        return outcomes
-
-    def _report(self, hit: PrefixHit, copied: Copied) -> None:
-        self._shun(copied.lost_nodes)
-        bad = [*copied.corrupt, *copied.unreached]
-        self._count(corrupt_blocks=len(copied.corrupt), unreachable_blocks=len(copied.unreached))
-        logger.warning(
-            "of %s blocks, %s are corrupt and %s out of reach (nodes %s)",
-            hit.num_blocks,
-            len(copied.corrupt),
-            len(copied.unreached),
-            copied.lost_nodes,
-        )
-        request = m.ReportBad(
-            client=self._name,
-            keys=[hit.keys[i] for i in bad],
-            nodes=[hit.nodes[hit.node_idx[i]].node for i in bad],
-            offsets=hit.offsets[bad].tolist(),
-            corrupt=[True] * len(copied.corrupt) + [False] * len(copied.unreached),
-        )
-        try:
-            self._link.ask(request, m.Done)
-        except KVStoreError as error:
-            logger.warning("bad blocks not reported: %s", error)
-
-    def _abandon(self, batch: int) -> None:
-        with self._lock:
-            self._abandoned = [*self._abandoned, batch][-ABANDONED_MAX:]
-
-    def _avoid(self) -> list[str]:
-        now = time.monotonic()
-        with self._lock:
-            self._avoided = {node: t for node, t in self._avoided.items() if t > now}
-            return list(self._avoided)
-
-    def _shun(self, nodes: Sequence[str]) -> None:
-        until_s = time.monotonic() + AVOID_S
-        with self._lock:
-            self._avoided.update(dict.fromkeys(nodes, until_s))
-
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            for name, number in more.items():
-                self._counts[name] += number
-
-    def _deadline(self, timeout_s: float | None) -> float:
-        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-
-
-def _remaining(deadline_s: float) -> float:
-    return max(0.001, deadline_s - time.monotonic())
-
-
-def _check_ranges(
-    region: Region, offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> None:
-    if offsets.shape != lengths.shape:
-        raise ValueError(f"{len(lengths)} blocks, but offsets of shape {offsets.shape}")
-    if int(lengths.min()) <= 0:
-        raise ValueError("a block must have at least one byte")
-    if int(offsets.min()) < 0 or int((offsets + lengths).max()) > region.nbytes:
-        raise ValueError(f"a block lies outside of the region of {region.nbytes} bytes")
+        return self.core.record.statistics()

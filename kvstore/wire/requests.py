@@ -156,6 +156,7 @@ class Exists(msgspec.Struct, frozen=True, tag="exists"):
     """Which of these are there? Nothing is leased."""
 
     keys: Keys
+    client: str = ""
 
 
 class Remove(msgspec.Struct, frozen=True, tag="remove"):

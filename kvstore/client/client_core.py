@@ -1,0 +1,150 @@
+"""A client's operations on blocks as steps, for whoever drives them; arguments are checked here.
+
+StoreClient, Store ──▶ Driver ─────┐
+                                   ├──▶ ClientCore ──▶ Reading, Writing ──▶ master, nodes
+AsyncStoreClient  ──▶ AsyncDriver ─┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.client.block_reader import BlockReader, Copied
+from kvstore.client.block_writer import BlockWriter
+from kvstore.client.client_record import ClientRecord
+from kvstore.client.locations import Hit
+from kvstore.client.master_access import MasterAccess
+from kvstore.client.pieces import Ints, IntsLike, Pieces
+from kvstore.client.put_options import PutOptions
+from kvstore.client.reading import Reading
+from kvstore.client.source import chunked_source, plain_source
+from kvstore.client.staging import Staging
+from kvstore.client.steps import Steps
+from kvstore.client.tenant import Tenant
+from kvstore.client.writing import Writing
+from kvstore.errors import InvalidKey, InvalidValue
+from kvstore.keys import KEY_BYTES
+from kvstore.wire import messages as m
+from kvstore.wire.messages import PutOutcome
+
+if TYPE_CHECKING:
+    from kvstore.client.segment_keys import SegmentKeys
+    from kvstore.node.store_node import StoreNode
+    from transfer import Region, TransferEngine
+
+
+class ClientCore:
+    """Thread-safe; operations of several threads and tasks may be under way at once.
+
+    Args:
+        engine: Moves the bytes.
+        segments: Keys to the nodes' segments.
+        local_node: The node on the same engine.
+        tenant: For whom it acts.
+        timeout_s: Deadline of a call that names none.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        segments: SegmentKeys,
+        local_node: StoreNode | None,
+        *,
+        tenant: Tenant,
+        timeout_s: float,
+    ) -> None:
+        self.engine = engine
+        self.tenant = tenant
+        self.record = ClientRecord(engine.name)
+        self.staging = Staging(engine)
+        self.master = MasterAccess(engine.name, tenant)
+        self._timeout_s = timeout_s
+        reader = BlockReader(engine, segments, self.staging)
+        self.reading = Reading(self.record, self.master, reader)
+        self.writing = Writing(self.record, self.master, BlockWriter(engine, segments, local_node))
+
+    def deadline(self, timeout_s: float | None) -> float:
+        """When a call that starts now is late, on the monotonic clock."""
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+
+    def lookup(self, keys: Sequence[bytes], *, every: bool, timeout_s: float | None) -> Steps[Hit]:
+        """As `StoreClient.lookup`, or `lookup_prefix` unless `every`."""
+        names = self.names(keys if every else keys[: m.KEYS_MAX])
+        return (yield from self.reading.locate(names, every=every, timeout_s=timeout_s))
+
+    def copy(self, hit: Hit, pieces: Pieces, timeout_s: float | None) -> Steps[Copied]:
+        """As `StoreClient.copy`."""
+        if not len(pieces):
+            return Copied(num_good=hit.num_blocks, corrupt=(), unreached=(), lost_nodes=())
+        deadline_s = self.deadline(timeout_s)
+        return (yield from self.reading.copy(hit, pieces, deadline_s=deadline_s))
+
+    def exists(self, keys: Sequence[bytes], timeout_s: float | None) -> Steps[list[bool]]:
+        """As `StoreClient.exists`."""
+        return (yield from self.reading.exists(self.names(keys), timeout_s=timeout_s))
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        pieces: Pieces,
+        options: PutOptions,
+        timeout_s: float | None,
+    ) -> Steps[tuple[PutOutcome, ...]]:
+        """As `StoreClient.put_pieces`."""
+        if not keys:
+            return ()
+        deadline_s = self.deadline(timeout_s)
+        names = self.names(keys)
+        check_complete(pieces, len(names))
+        if not options.chunk_bytes:
+            source = plain_source(names, pieces, options, self.tenant.name)
+            return tuple((yield from self.writing.put(source, deadline_s=deadline_s)))
+        source, tables = chunked_source(names, pieces, options, self.tenant.name, self.engine)
+        try:
+            return tuple((yield from self.writing.put(source, deadline_s=deadline_s)))
+        finally:
+            self.engine.release(tables)
+
+    def names(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Check keys, and return them as the pool knows them.
+
+        Raises:
+            InvalidKey: Not of 16 bytes, or more than `KEYS_MAX`.
+        """
+        if len(keys) > m.KEYS_MAX:
+            raise InvalidKey(problem=f"{len(keys)} in one call, at most {m.KEYS_MAX}")
+        for key in keys:
+            if type(key) is not bytes or len(key) != KEY_BYTES:
+                raise InvalidKey(problem=f"a key has {KEY_BYTES} bytes, got {key!r:.40}")
+        return self.tenant.salted(keys)
+
+
+def check_complete(pieces: Pieces, num_blocks: int) -> None:
+    """Raise InvalidValue unless the pieces are blocks `0 .. num_blocks - 1`, without gaps."""
+    pieces.check()
+    found = np.unique(pieces.blocks)
+    if len(found) != num_blocks or int(found[-1]) != num_blocks - 1:
+        raise InvalidValue(problem=f"{num_blocks} keys, but pieces of {len(found)} blocks")
+    if (np.diff(pieces.blocks) < 0).any() or (pieces.starts != _running_starts(pieces)).any():
+        raise InvalidValue(problem="the pieces of a block must follow one another")
+    if any(region.kind != "host" for region in pieces.regions):
+        raise InvalidValue(problem="blocks are put from host memory")
+
+
+def whole_blocks(region: Region, offsets: IntsLike, lengths: Ints) -> Pieces:
+    """One piece per block, at these offsets of a region."""
+    pieces = Pieces.of_blocks(region, offsets, lengths)
+    pieces.check()
+    return pieces
+
+
+def _running_starts(pieces: Pieces) -> Ints:
+    """Where each piece starts in its block if they follow one another."""
+    ends = np.cumsum(pieces.lengths)
+    begins = ends - pieces.lengths
+    first = np.searchsorted(pieces.blocks, pieces.blocks)
+    return begins - begins[first]

@@ -1,0 +1,240 @@
+"""The way to all masters of a pool, as if they were one.
+
+    one master      ask ──▶ MasterLink, in the caller's thread
+    several         ask ──▶ Plan: one part per shard ──▶ RpcFanOut ──▶ merged reply
+                                 └── again, for those that did not answer and may ──┘
+
+Who leads a shard comes from the directory. Changes of the pool are patient: within their deadline
+they are asked again when a master does not answer or another takes its place, which is safe since
+every one of them may be repeated. A lookup is not: without a master it fails at once, as a miss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvstore.errors import MasterUnavailable
+from kvstore.shards.everyone import plan_for_everyone
+from kvstore.shards.plan import Merged, Outcome, Plan
+from kvstore.shards.reads import plan_exists, plan_lookup, plan_release, plan_renew
+from kvstore.shards.writes import PutPlans, plan_change, plan_report
+from kvstore.wire import messages as m
+from kvstore.wire.envelope import Answer
+from kvstore.wire.master_link import ATTEMPT_S, PAUSE_S, MasterLink, expect
+from kvstore.wire.standing import MasterRecord, MasterStanding
+from transfer.errors import TransferError
+from transfer.fan_out import RpcFanOut
+
+if TYPE_CHECKING:
+    from configs.schema import KVStoreConfig
+    from kvstore.discovery.directory import MasterDirectory
+
+ReplyT = TypeVar("ReplyT", bound=m.Reply)
+PATIENT: Final = (m.Allocate, m.Finish, m.Remove, m.SetPin, m.Fence)
+
+
+class MasterMap:
+    """Requests of one client to the masters of a pool. Thread-safe.
+
+    Args:
+        directory: Who leads which shard; belongs to the caller.
+        config: The store's knobs.
+        secret: The cluster secret.
+        identity: Name of this end, unique among all ends of the pool.
+    """
+
+    def __init__(
+        self,
+        directory: MasterDirectory,
+        config: KVStoreConfig,
+        *,
+        secret: bytes,
+        identity: str,
+    ) -> None:
+        self._directory = directory
+        self._timeout_s = config.request_timeout_s
+        self._link: MasterLink | None = None
+        self._shards: _Shards | None = None
+        if directory.num_shards == 1:
+            self._link = MasterLink(
+                "", secret=secret, identity=identity, timeout_s=config.request_timeout_s
+            )
+        else:
+            self._shards = _Shards(directory.num_shards, secret=secret, identity=identity)
+        directory.subscribe(self._meet)
+        for record in directory.masters():
+            self._meet(record)
+
+    @property
+    def num_shards(self) -> int:
+        """How many masters share the keys."""
+        return self._directory.num_shards
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._directory.unsubscribe(self._meet)
+        if self._link is not None:
+            self._link.close()
+        if self._shards is not None:
+            self._shards.close()
+
+    def ask(
+        self, request: m.Request, expected: type[ReplyT], *, timeout_s: float | None = None
+    ) -> ReplyT:
+        """Send a request to whom it concerns, and return the reply.
+
+        While a master is learning what nodes hold, a lookup that finds too little waits for it
+        within its deadline.
+
+        Raises:
+            MasterUnavailable: No answer in time; the request may or may not have been handled.
+            Fenced: The sender's incarnation is out of the cluster.
+            MasterRefused: The request is not legal.
+        """
+        deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        while True:
+            answer = self._answer(request, max(0.001, deadline_s - time.monotonic()))
+            reply = expect(request, answer.reply, expected)
+            final = not answer.rebuilding or not _finds_too_little(request, reply)
+            if final or time.monotonic() + PAUSE_S >= deadline_s:
+                return reply
+            self._give_back(request, reply)
+            time.sleep(PAUSE_S)
+
+    def _answer(self, request: m.Request, timeout_s: float) -> Answer:
+        patient = isinstance(request, PATIENT)
+        if self._link is not None:
+            return self._link.answer(request, timeout_s=timeout_s, patient=patient)
+        assert self._shards is not None
+        return self._shards.answer(request, timeout_s, patient=patient)
+
+    def _give_back(self, request: m.Request, reply: m.Reply) -> None:
+        if isinstance(request, m.Lookup) and isinstance(reply, m.Located) and reply.lease_id:
+            self._answer(m.Release(request.client, [reply.lease_id]), self._timeout_s)
+
+    def _meet(self, record: MasterRecord) -> None:
+        if self._link is not None:
+            self._link.redirect(record.address, term=record.term)
+        if self._shards is not None:
+            self._shards.meet(record)
+
+
+class _Shards:
+    """Requests to several masters at once. Thread-safe."""
+
+    def __init__(self, num_shards: int, *, secret: bytes, identity: str) -> None:
+        self._num_shards = num_shards
+        self._puts = PutPlans(num_shards)
+        self._rpc = RpcFanOut(secret, identity=identity)
+        self._standings = [
+            MasterStanding(MasterRecord(shard=shard), identity=identity)
+            for shard in range(num_shards)
+        ]
+
+    def close(self) -> None:
+        self._rpc.close()
+
+    def meet(self, record: MasterRecord) -> None:
+        previous = self._standings[record.shard].record
+        if self._standings[record.shard].meet(record) and previous.address != record.address:
+            self._rpc.forget(previous.address)
+
+    def answer(self, request: m.Request, timeout_s: float, *, patient: bool) -> Answer:
+        plan = self._plan(request)
+        rebuilding = False
+        outcomes: dict[int, Outcome] = {}
+        deadline_s, attempt_s = time.monotonic() + timeout_s, ATTEMPT_S
+        left = list(range(len(plan.parts)))
+        while left:
+            patience_s = min(attempt_s, timeout_s) if patient else timeout_s
+            parts = [plan.parts[idx] for idx in left]
+            for idx, (outcome, unsure) in zip(
+                left, self._attempt(parts, patience_s, patient=patient), strict=True
+            ):
+                outcomes[idx] = outcome
+                rebuilding |= unsure
+            timeout_s = deadline_s - time.monotonic()
+            if not patient or timeout_s <= PAUSE_S:
+                break
+            left = [idx for idx in left if isinstance(outcomes[idx], MasterUnavailable)]
+            if left:
+                time.sleep(PAUSE_S)
+                attempt_s, timeout_s = 2 * attempt_s, timeout_s - PAUSE_S
+        merged = plan.merge([outcomes[idx] for idx in range(len(plan.parts))])
+        self._tell(merged)
+        return Answer(reply=merged.reply, rebuilding=rebuilding)
+
+    def _plan(self, request: m.Request) -> Plan:
+        match request:
+            case m.Lookup():
+                return plan_lookup(request, self._num_shards)
+            case m.Allocate():
+                return self._puts.allocate(request)
+            case m.Finish():
+                return self._puts.finish(request)
+            case m.Renew():
+                return plan_renew(request)
+            case m.Release():
+                return plan_release(request)
+            case m.Exists():
+                return plan_exists(request, self._num_shards)
+            case m.Remove() | m.SetPin():
+                return plan_change(request, self._num_shards)
+            case m.ReportBad():
+                return plan_report(request, self._num_shards)
+        plan = plan_for_everyone(request, self._num_shards)
+        assert plan is not None, f"{type(request).__name__} concerns one master"
+        return plan
+
+    def _attempt(
+        self, parts: Sequence[tuple[int, m.Request]], timeout_s: float, *, patient: bool
+    ) -> list[tuple[Outcome, bool]]:
+        """-> (reply or why there is none, whether its master is rebuilding), per part"""
+        results: list[tuple[Outcome, bool]] = []
+        asked: list[tuple[int, MasterRecord, bytes]] = []
+        for idx, (shard, part) in enumerate(parts):
+            try:
+                record = self._standings[shard].admit(type(part).__name__, patient=patient)
+            except MasterUnavailable as error:
+                results.append((error, False))
+                continue
+            results.append((_unanswered(part, record), False))
+            asked.append((idx, record, m.encode(part)))
+        calls = [(record.address, payload) for _, record, payload in asked]
+        for (idx, record, _), reply in zip(
+            asked, self._rpc.request(calls, timeout_s=timeout_s), strict=True
+        ):
+            results[idx] = self._read(parts[idx], record, reply)
+        return results
+
+    def _read(
+        self, part: tuple[int, m.Request], record: MasterRecord, reply: bytes | TransferError
+    ) -> tuple[Outcome, bool]:
+        shard, request = part
+        try:
+            answer = self._standings[shard].read(type(request).__name__, record, reply)
+        except MasterUnavailable as error:
+            return error, False
+        return answer.reply, answer.rebuilding
+
+    def _tell(self, merged: Merged) -> None:
+        calls = []
+        for shard, part in merged.leftovers:
+            address = self._standings[shard].record.address
+            if address:
+                calls.append((address, m.encode(part)))
+        self._rpc.tell(calls)
+
+
+def _unanswered(part: m.Request, record: MasterRecord) -> MasterUnavailable:
+    return MasterUnavailable(
+        operation=type(part).__name__, address=record.address, problem="not asked"
+    )
+
+
+def _finds_too_little(request: m.Request, reply: m.Reply) -> bool:
+    if isinstance(request, m.Lookup) and isinstance(reply, m.Located):
+        return len(reply.node_idx) < len(request.keys) or -1 in reply.node_idx
+    return isinstance(reply, m.Present) and not all(reply.flags)

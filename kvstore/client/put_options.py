@@ -1,0 +1,50 @@
+"""How blocks are to be stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.errors import InvalidValue
+from kvstore.wire.messages import Medium, Pin
+
+REPLICAS_MAX: Final = 8
+LABEL_MAX: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOptions:
+    """Of all blocks of one put.
+
+    Attributes:
+        pin: SOFT is evicted only if nothing else can be, and ends by itself; HARD never is.
+        pin_s: How long a soft pin lasts; 0 is the master's default.
+        group: Blocks that are pinned and removed together; "" is no group.
+        replicas: Copies wanted, on different failure domains. Fewer are accepted if there are
+            not so many; the block is stored once it has one.
+        chunk_bytes: Parts that can be read and verified alone; 0: only the whole block can. It
+            is a part of what the block is: the same bytes in other parts are a `CONFLICT`.
+        media: Where the first copy may go, best first; empty: as the master decides.
+        prefer: Names of nodes to try first.
+        wait_for_space: Ask again, within the call's deadline, while there is no space.
+    """
+
+    pin: Pin = Pin.NONE
+    pin_s: float = 0.0
+    group: str = ""
+    replicas: int = 1
+    chunk_bytes: int = 0
+    media: tuple[Medium, ...] = ()
+    prefer: tuple[str, ...] = ()
+    wait_for_space: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.replicas <= REPLICAS_MAX:
+            raise InvalidValue(problem=f"replicas must be in [1, {REPLICAS_MAX}]")
+        if self.chunk_bytes < 0 or self.pin_s < 0:
+            raise InvalidValue(problem="chunk_bytes and pin_s cannot be below 0")
+        if len(self.group) > LABEL_MAX:
+            raise InvalidValue(problem=f"a group's name has at most {LABEL_MAX} characters")
+
+
+DEFAULT: Final = PutOptions()

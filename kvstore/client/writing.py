@@ -1,0 +1,149 @@
+"""Storing blocks: allocate at the master, write one-sided, commit at the master.
+
+put      Allocate ─▶ granted rows ─▶ one write per segment ─▶ Finish ─▶ outcomes
+         NO_SPACE, and the caller waits: a pause, and again for those blocks alone
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvstore.client.block_writer import stored_blocks
+from kvstore.client.steps import Steps, pause
+from kvstore.errors import MasterUnavailable
+from kvstore.wire import messages as m
+from kvstore.wire.messages import PutOutcome
+
+if TYPE_CHECKING:
+    from kvstore.client.block_writer import BlockWriter, WriteResult
+    from kvstore.client.client_record import ClientRecord
+    from kvstore.client.master_access import MasterAccess
+    from kvstore.client.source import Source
+
+PAUSE_S_MIN: Final = 0.005
+PAUSE_S_MAX: Final = 0.25
+
+
+class Writing:
+    """The writing operations of one client. Thread-safe.
+
+    Args:
+        record: What the client remembers.
+        master: Its requests.
+        writer: Moves the bytes.
+    """
+
+    def __init__(self, record: ClientRecord, master: MasterAccess, writer: BlockWriter) -> None:
+        self._record = record
+        self._master = master
+        self._writer = writer
+
+    def put(self, source: Source, *, deadline_s: float) -> Steps[list[PutOutcome]]:
+        """Store blocks, each whole or not at all.
+
+        Raises:
+            MasterUnavailable: It did not answer. What it granted is given back.
+            Fenced, TenantRefused: Nothing was stored.
+        """
+        outcomes, retry_s = yield from self._put_once(source, deadline_s)
+        while source.options.wait_for_space and PutOutcome.NO_SPACE in outcomes:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= PAUSE_S_MIN:
+                break
+            yield from pause(min(max(retry_s, PAUSE_S_MIN), PAUSE_S_MAX, left_s))
+            waiting = [i for i, outcome in enumerate(outcomes) if outcome is PutOutcome.NO_SPACE]
+            again, retry_s = yield from self._put_once(source.of(waiting), deadline_s)
+            for block, outcome in zip(waiting, again, strict=True):
+                outcomes[block] = outcome
+        self._count(outcomes)
+        return outcomes
+
+    def set_pin(
+        self,
+        keys: Sequence[bytes],
+        pin: m.Pin,
+        *,
+        pin_s: float = 0.0,
+        group: str = "",
+        timeout_s: float | None = None,
+    ) -> Steps[int]:
+        """Pin blocks that are there, or let them go again; return how many were found."""
+        request = m.SetPin(self._record.name, list(keys), pin, pin_s, group)
+        return (yield from self._master.ask(request, m.Done, timeout_s=timeout_s)).count
+
+    def remove(
+        self, keys: Sequence[bytes], *, group: str = "", timeout_s: float | None = None
+    ) -> Steps[int]:
+        """Forget blocks, pinned ones too; return how many were there."""
+        request = m.Remove(list(keys), self._record.name, group)
+        return (yield from self._master.ask(request, m.Done, timeout_s=timeout_s)).count
+
+    def _put_once(self, source: Source, deadline_s: float) -> Steps[tuple[list[PutOutcome], float]]:
+        batch = self._record.next_batch()
+        try:
+            return (yield from self._put_batch(batch, source, deadline_s))
+        except MasterUnavailable:
+            # Whatever of this batch the master granted or will still grant, we write it no more.
+            self._record.abandon(batch)
+            raise
+
+    def _put_batch(
+        self, batch: int, source: Source, deadline_s: float
+    ) -> Steps[tuple[list[PutOutcome], float]]:
+        options = source.options
+        abandoned = self._record.abandoned()
+        request = m.Allocate(
+            client=self._record.name,
+            batch=batch,
+            keys=list(source.keys),
+            lengths=source.lengths.tolist(),
+            checksums=list(source.checksums),
+            chunk_bytes=options.chunk_bytes,
+            pin=options.pin,
+            pin_s=options.pin_s,
+            group=options.group,
+            replicas=options.replicas,
+            media=list(options.media),
+            prefer=list(options.prefer),
+            avoid=self._record.avoided(),
+            abandoned=abandoned,
+        )
+        left_s = max(0.001, deadline_s - time.monotonic())
+        granted = yield from self._master.ask(request, m.Allocated, timeout_s=left_s)
+        self._record.told_abandoned(abandoned)
+        outcomes = list(granted.outcomes)
+        if granted.nodes:
+            # A master that knows no replicas grants one row per block.
+            replicas = len(granted.node_idx) // source.num_blocks
+            write_s = min(deadline_s, time.monotonic() + granted.put_s / 2)
+            result = yield from self._writer.write(
+                source, granted, replicas=replicas, deadline_s=write_s
+            )
+            self._record.shun(result.lost_nodes)
+            stored = yield from self._finish(batch, result, replicas)
+            for block, outcome in enumerate(outcomes):
+                if outcome is PutOutcome.GRANTED:
+                    outcomes[block] = PutOutcome.STORED if block in stored else PutOutcome.FAILED
+        return outcomes, granted.retry_s
+
+    def _finish(self, batch: int, result: WriteResult, replicas: int) -> Steps[set[int]]:
+        request = m.Finish(
+            client=self._record.name,
+            batch=batch,
+            committed=result.written,
+            aborted=result.aborted,
+            unsettled=result.unsettled,
+        )
+        # Its own deadline: the bytes are there, and giving up now would waste them.
+        finished = yield from self._master.ask(request, m.Finished)
+        return stored_blocks(result.written, finished.stored, replicas)
+
+    def _count(self, outcomes: Sequence[PutOutcome]) -> None:
+        stored, failed = outcomes.count(PutOutcome.STORED), outcomes.count(PutOutcome.FAILED)
+        self._record.count(
+            stored_blocks=stored,
+            failed_blocks=failed,
+            skipped_blocks=len(outcomes) - stored - failed,
+        )
