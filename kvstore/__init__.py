@@ -10,17 +10,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvstore.client.locations import PrefixHit as PrefixHit
+    from kvstore.client.held_hit import HeldHit as HeldHit
+    from kvstore.client.locations import Hit as Hit
+    from kvstore.client.pieces import Pieces as Pieces
+    from kvstore.client.put_options import PutOptions as PutOptions
     from kvstore.client.store_client import StoreClient as StoreClient
+    from kvstore.client.tenant import Tenant as Tenant
     from kvstore.client.write_through import WriteThrough as WriteThrough
+    from kvstore.errors import BlockCorrupt as BlockCorrupt
+    from kvstore.errors import BlockUnreachable as BlockUnreachable
     from kvstore.errors import Fenced as Fenced
+    from kvstore.errors import InvalidKey as InvalidKey
+    from kvstore.errors import InvalidValue as InvalidValue
     from kvstore.errors import InvariantViolated as InvariantViolated
     from kvstore.errors import KVStoreError as KVStoreError
     from kvstore.errors import LeaseExpired as LeaseExpired
     from kvstore.errors import MasterRefused as MasterRefused
     from kvstore.errors import MasterUnavailable as MasterUnavailable
     from kvstore.errors import NodeUnreachable as NodeUnreachable
+    from kvstore.errors import SegmentUnusable as SegmentUnusable
     from kvstore.errors import StoreClosed as StoreClosed
+    from kvstore.errors import TenantRefused as TenantRefused
+    from kvstore.errors import TooManyHolds as TooManyHolds
     from kvstore.keys import KEY_BYTES as KEY_BYTES
     from kvstore.keys import block_namespace as block_namespace
     from kvstore.keys import named_key as named_key
@@ -30,10 +41,17 @@ if TYPE_CHECKING:
     from kvstore.master.store_master import StoreMaster as StoreMaster
     from kvstore.node.store_node import StoreNode as StoreNode
     from kvstore.wire.messages import MasterStatistics as MasterStatistics
+    from kvstore.wire.messages import Pin as Pin
     from kvstore.wire.messages import PutOutcome as PutOutcome
 
 _HOME = {
+    "BlockCorrupt": "errors",
+    "BlockUnreachable": "errors",
     "Fenced": "errors",
+    "HeldHit": "client.held_hit",
+    "Hit": "client.locations",
+    "InvalidKey": "errors",
+    "InvalidValue": "errors",
     "InvariantViolated": "errors",
     "KEY_BYTES": "keys",
     "KVStoreError": "errors",
@@ -44,12 +62,18 @@ _HOME = {
     "MasterTiming": "master.store_master",
     "MasterUnavailable": "errors",
     "NodeUnreachable": "errors",
-    "PrefixHit": "client.locations",
+    "Pieces": "client.pieces",
+    "Pin": "wire.messages",
+    "PutOptions": "client.put_options",
     "PutOutcome": "wire.messages",
+    "SegmentUnusable": "errors",
     "StoreClient": "client.store_client",
     "StoreClosed": "errors",
     "StoreMaster": "master.store_master",
     "StoreNode": "node.store_node",
+    "Tenant": "client.tenant",
+    "TenantRefused": "errors",
+    "TooManyHolds": "errors",
     "WriteThrough": "client.write_through",
     "block_namespace": "keys",
     "named_key": "keys",

@@ -111,7 +111,7 @@ class SegmentKeys:
     def _ask_local(self, where: NodeAddress) -> RegionKey:
         if self._local_node is None:
             raise _unreachable(where, "it is this process, but its node was not given")
-        key = self._local_node.offer_to(where.node)
+        key = self._local_node.offer_to(where.node, where.segment)
         with self._offered:
             self._keys[where.node, where.segment] = key
         return key
