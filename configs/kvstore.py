@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from configs.frozen import Frozen
 from configs.kv_events import KVEventsConfig
 from configs.kvstore_admin import KVAdminConfig
+from configs.kvstore_masters import KVMastersConfig
 from configs.kvstore_segments import ScrubConfig, SegmentConfig
 
 
@@ -75,6 +76,7 @@ class KVStoreConfig(Frozen):
         True,
         description="Keep a copy of each expert in the pool, on another worker than its owner.",
     )
+    masters: KVMastersConfig = KVMastersConfig()
     events: KVEventsConfig = KVEventsConfig()
     admin: KVAdminConfig = KVAdminConfig()
 

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 Reply = bytes | ControlError
 _IDLE_S: Final = 60.0
+_TOLD_S: Final = 2.0
 _JOIN_S: Final = 10.0
 
 
@@ -106,14 +107,15 @@ class RpcFanOut:
         if not calls:
             return []
         sent = _Round(calls, timeout_s)
-        with self._lock:
-            if self._closed:
-                raise ControlError("the client is closed")
-            self._start()
-            self._queue.append(sent)
-            os.eventfd_write(self._wake_fd, 1)
+        if not self._hand_over(sent):
+            raise ControlError("the client is closed")
         sent.done.wait()
         return [reply for reply in sent.replies if reply is not None]
+
+    def tell(self, calls: Sequence[tuple[str, bytes]]) -> None:
+        """Send requests whose replies nobody waits for; they may be lost."""
+        if calls:
+            self._hand_over(_Round(calls, _TOLD_S))
 
     def forget(self, address: str) -> None:
         """Close the connection to a server that is not asked any more."""
@@ -133,6 +135,15 @@ class RpcFanOut:
         thread.join(_JOIN_S)
 
     # -- the thread -----------------------------------------------------------------------------
+
+    def _hand_over(self, sent: _Round) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            self._start()
+            self._queue.append(sent)
+            os.eventfd_write(self._wake_fd, 1)
+            return True
 
     def _start(self) -> None:
         if self._thread is None:

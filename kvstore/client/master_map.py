@@ -191,7 +191,7 @@ class _Shards:
     def _attempt(
         self, parts: Sequence[tuple[int, m.Request]], timeout_s: float, *, patient: bool
     ) -> list[tuple[Outcome, bool]]:
-        """-> (reply or why there is none, whether its master is rebuilding), per part"""
+        """Return per part its reply or why there is none, and if its master is rebuilding."""
         results: list[tuple[Outcome, bool]] = []
         asked: list[tuple[int, MasterRecord, bytes]] = []
         for idx, (shard, part) in enumerate(parts):

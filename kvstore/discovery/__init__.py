@@ -1,0 +1,1 @@
+"""Where the masters of the store are: fixed addresses, or records in etcd."""

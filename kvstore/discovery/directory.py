@@ -1,0 +1,118 @@
+"""Who leads which shard, as far as this process knows, and who wants to hear of changes.
+
+Every directory keeps what it knows while it cannot learn more: masters that were reachable a
+moment ago most likely still are, and one that is not shows it by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from kvstore.wire.standing import MasterRecord
+
+Listener = Callable[[MasterRecord], None]
+
+
+class MasterDirectory(Protocol):
+    """The masters of one pool. Thread-safe."""
+
+    @property
+    def num_shards(self) -> int:
+        """How many masters share the keys; never changes."""
+
+    def masters(self) -> tuple[MasterRecord, ...]:
+        """Who leads each shard, in their order."""
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell this listener each change from now on. It must not wait for anything."""
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell it nothing more."""
+
+
+class StaticMasters:
+    """Masters at addresses that are known. Thread-safe.
+
+    Args:
+        addresses: "host:port" of each shard's master, in order.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._board = Board(len(addresses))
+        self.move(addresses)
+
+    @property
+    def num_shards(self) -> int:
+        """How many masters share the keys."""
+        return len(self._board.records)
+
+    def masters(self) -> tuple[MasterRecord, ...]:
+        """Who leads each shard."""
+        return self._board.records
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell this listener when a master moves."""
+        self._board.subscribe(listener)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell it nothing more."""
+        self._board.unsubscribe(listener)
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """The masters are there from now on.
+
+        Raises:
+            ValueError: Another number of them.
+        """
+        if len(addresses) != self.num_shards:
+            raise ValueError(f"{self.num_shards} shards, but {len(addresses)} addresses")
+        for shard, address in enumerate(addresses):
+            self._board.post(MasterRecord(shard=shard, address=address))
+
+
+class Board:
+    """The records of all shards, and their readers. Thread-safe."""
+
+    def __init__(self, num_shards: int) -> None:
+        self._lock: Final = threading.RLock()  # held while listeners are told: changes in order
+        self._records = [MasterRecord(shard=shard) for shard in range(num_shards)]
+        self._listeners: list[Listener] = []
+
+    @property
+    def records(self) -> tuple[MasterRecord, ...]:
+        """All records now."""
+        with self._lock:
+            return tuple(self._records)
+
+    def post(self, record: MasterRecord) -> bool:
+        """Enter a record unless one of a later term is there; tell if that changed anything."""
+        with self._lock:
+            known = self._records[record.shard]
+            if record == known or record.term < known.term:
+                return False
+            self._records[record.shard] = record
+            for listener in tuple(self._listeners):
+                listener(record)
+            return True
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell this listener each change."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell it nothing more."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+
+def as_directory(masters: str | Sequence[str] | MasterDirectory) -> MasterDirectory:
+    """Return a directory of what may be one address, several, or a directory already."""
+    if isinstance(masters, str):
+        return StaticMasters([masters])
+    if isinstance(masters, Sequence):
+        return StaticMasters(masters)
+    return masters
