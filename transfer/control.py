@@ -2,7 +2,8 @@
 
 `transfer.curve` keeps strangers out. `RpcServer` and `RpcClient` add requests with deadlines. A
 client that got no answer makes a new socket for the next request (a late reply has nowhere to go
-then), so that it survives a server that was restarted.
+then), so that it survives a server that was restarted. On the server's own host requests go by a
+unix socket instead (`transfer.local_rpc`), with the same rules.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import zmq
 
 from transfer.curve import secure_client, secure_server
 from transfer.errors import ControlError, RemoteError, RpcTimeout
+from transfer.local_rpc import ANYWHERE, Exchange, Line, is_ours, socket_name
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ LINGER_MS = 200
 _POLL_MS = 100
 # Larger messages close the connection: nothing on this channel is anywhere near.
 MESSAGE_BYTES_MAX = 64 << 20
+_LOOK_AGAIN_S = 1.0  # how often a client that goes by ZeroMQ looks for a local server
 
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -69,7 +72,7 @@ def read_reply(frames: list[bytes], address: str) -> bytes:
 
 
 class RpcServer:
-    """Answers requests on one thread, in order of arrival.
+    """Answers requests one at a time, in order of arrival.
 
     Args:
         secret: The cluster secret.
@@ -94,6 +97,8 @@ class RpcServer:
         self._closing = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._thread: threading.Thread | None = None
+        self._turn = threading.Lock()
+        self._local: Exchange | None = None
         self.address = ""
 
     def open(self) -> None:
@@ -122,10 +127,16 @@ class RpcServer:
             target=self._run, args=(socket,), name="rpc-server", daemon=True
         )
         self._thread.start()
+        self._local = Exchange(
+            self.address, self._secret, self._reply, nbytes_max=MESSAGE_BYTES_MAX
+        )
+        self._local.open()
 
     def close(self) -> None:
         """Stop answering and free the socket; idempotent."""
         self._closing.set()
+        if self._local is not None:
+            self._local.close()
         if self._thread is not None and self._context is not None:
             self._thread.join()
             self._context.term()
@@ -145,12 +156,16 @@ class RpcServer:
             logger.warning("request of %d frames dropped, expected 3", len(frames))
             return
         identity, request_id, request = frames
-        try:
-            reply = _OK + self._handler(identity.decode(errors="replace"), request)
-        except Exception as error:  # told to the caller, who raises it
-            logger.debug("request of %r failed", identity, exc_info=True)
-            reply = _FAILED + _encode_failure(_Failure(type(error).__name__, str(error)))
+        reply = self._reply(identity.decode(errors="replace"), request)
         socket.send_multipart([identity, request_id, reply])
+
+    def _reply(self, identity: str, request: bytes) -> bytes:
+        with self._turn:
+            try:
+                return _OK + self._handler(identity, request)
+            except Exception as error:  # told to the caller, who raises it
+                logger.debug("request of %r failed", identity, exc_info=True)
+                return _FAILED + _encode_failure(_Failure(type(error).__name__, str(error)))
 
 
 class RpcClient:
@@ -169,6 +184,8 @@ class RpcClient:
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
+        self._line: Line | None = None
+        self._look_at = 0.0
         self._next_id = 0
         self._closed = False
 
@@ -178,13 +195,22 @@ class RpcClient:
         Raises:
             RpcTimeout: No reply in time; the request may have been carried out.
             RemoteError: The handler raised.
-            ControlError: The client is closed.
+            ControlError: The client is closed; or the server ended before it answered, and the
+                request may have been carried out.
         """
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             raise RpcTimeout(self._address, timeout_s)
         try:
-            return self._request(payload, deadline, timeout_s)
+            reply = self._ask_locally(payload, deadline, timeout_s)
+            if reply is None:
+                reply = self._request(payload, deadline, timeout_s)
+            if reply[:1] == _FAILED:
+                failure = _parse_failure(reply[1:])
+                raise RemoteError(failure.kind, failure.detail)
+            if reply[:1] != _OK:
+                raise ControlError(f"malformed reply from {self._address}")
+            return reply[1:]
         finally:
             self._lock.release()
 
@@ -192,6 +218,7 @@ class RpcClient:
         """Free the socket; idempotent."""
         with self._lock:
             self._closed = True
+            self._hang_up()
             self._drop_socket()
             if self._context is not None:
                 self._context.term()
@@ -210,7 +237,49 @@ class RpcClient:
             frames = socket.recv_multipart()
             if frames[0] == request_id:
                 break
-        return read_reply(frames, self._address)
+        return frames[1] if len(frames) == 2 else b""
+
+    def _ask_locally(self, payload: bytes, deadline: float, timeout_s: float) -> bytes | None:
+        """Ask a server of this host; None if there is none, and nothing was asked."""
+        if self._closed:
+            return None
+        try:
+            for _ in range(2):  # a line to a server that is gone tells so at the first use
+                known = self._line
+                line = known or self._find_line(deadline)
+                if line is None:
+                    return None
+                if line.send(payload, deadline):
+                    return line.receive(MESSAGE_BYTES_MAX, deadline)
+                self._hang_up()
+        except TimeoutError as error:
+            self._hang_up()
+            raise RpcTimeout(self._address, timeout_s) from error
+        except ControlError:
+            self._hang_up()
+            raise
+        return None
+
+    def _find_line(self, deadline: float) -> Line | None:
+        now = time.monotonic()
+        if self._socket is not None and now < self._look_at:
+            return None
+        self._look_at = now + _LOOK_AGAIN_S
+        host, _, port = self._address.rpartition(":")
+        if not is_ours(host):
+            return None
+        for address in (self._address, f"{ANYWHERE[0]}:{port}"):
+            name = socket_name(address, self._secret)
+            self._line = Line.open(name, self._secret, self._identity, deadline)
+            if self._line is not None:
+                self._drop_socket()
+                break
+        return self._line
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
 
     def _connected(self) -> zmq.Socket[bytes]:
         if self._closed:
