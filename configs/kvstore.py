@@ -11,6 +11,7 @@ from configs.frozen import Frozen
 from configs.kv_events import KVEventsConfig
 from configs.kvstore_admin import KVAdminConfig
 from configs.kvstore_masters import KVMastersConfig
+from configs.kvstore_policies import PolicyConfig
 from configs.kvstore_segments import ScrubConfig, SegmentConfig
 
 
@@ -79,6 +80,7 @@ class KVStoreConfig(Frozen):
     masters: KVMastersConfig = KVMastersConfig()
     events: KVEventsConfig = KVEventsConfig()
     admin: KVAdminConfig = KVAdminConfig()
+    policies: PolicyConfig = PolicyConfig()
 
     @property
     def lent(self) -> tuple[SegmentConfig, ...]:
