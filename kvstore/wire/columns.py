@@ -41,6 +41,7 @@ class PutOutcome(StrEnum):
     CONFLICT = "conflict"  # other bytes are there under this key; they stay
     IN_PROGRESS = "in_progress"  # somebody else is writing this key now
     NO_SPACE = "no_space"
+    TOO_LARGE = "too_large"  # than any segment: waiting for space is of no use
     OVER_QUOTA = "over_quota"  # the tenant's bytes; what it could evict of its own was not enough
     FAILED = "failed"  # the write or its commit did not succeed
     GRANTED = "granted"  # in `Allocated` only: write there, then send `Finish`
