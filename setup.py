@@ -20,5 +20,11 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra"],
             optional=True,
         ),
+        Extension(
+            "moe_runtime.models._tiles",
+            ["moe_runtime/models/tiles.c"],
+            extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra"],
+            optional=True,
+        ),
     ]
 )

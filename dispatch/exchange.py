@@ -29,6 +29,7 @@ from dispatch.message import Stamp, read_header, write_header
 from dispatch.missing import without_missing
 from dispatch.partial_sums import partial_sums, reduction_of, sum_of_parts
 from dispatch.routing import ExpertMajor, Indices, LayerRoute, SlotNumbers
+from dispatch.row_memory import RowMemory
 from dispatch.row_wire import RowWire
 from dispatch.statistics import Counters
 from dispatch.validation import check_choices, check_expert_out, id_out_of_range
@@ -78,6 +79,7 @@ class Exchange:
         self._counters = counters
         self._weighted_sum = weighted_sum
         self._wire = RowWire(layout)
+        self._memory = RowMemory()
         self._messages = DispatchMessages(layout, rank)
         self._side_by_side = [
             row_format.view(np.empty(0, np.uint8), 0, 0) for row_format in self._messages.formats
@@ -188,7 +190,7 @@ class Exchange:
         ]
         bounds = list(accumulate((len(arrival.rows) for arrival in arrivals), initial=0))
         gather, place = self._majors[layer].arrange(counts)
-        columns = self._wire.empty(len(gather))
+        columns = self._wire.empty(len(gather), self._memory)
         some = [arrival for arrival in arrivals if len(arrival.rows)]
         for number, out in enumerate(columns):
             if some:

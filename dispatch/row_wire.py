@@ -13,6 +13,7 @@ import torch
 
 from dispatch.handle import Columns
 from dispatch.layout import DispatchLayout, RowFormat
+from dispatch.row_memory import RowMemory
 
 
 class RowWire:
@@ -35,12 +36,12 @@ class RowWire:
         elements, scales = quantise_torch(x.detach())
         return self._formats[0].of(elements), self._formats[1].of(scales)
 
-    def empty(self, num_rows: int) -> tuple[torch.Tensor, ...]:
-        """Return memory for the columns of `num_rows` rows."""
+    def empty(self, num_rows: int, memory: RowMemory) -> tuple[torch.Tensor, ...]:
+        """Return room for the columns of `num_rows` rows."""
         layout = self._layout
         if not layout.fp8:
-            return (torch.empty(num_rows, layout.hidden, dtype=layout.dtype),)
-        return tuple(torch.empty(num_rows, n, dtype=torch.uint8) for n in layout.column_bytes)
+            return (memory.empty(num_rows, layout.hidden, layout.dtype),)
+        return tuple(memory.empty(num_rows, n, torch.uint8) for n in layout.column_bytes)
 
     def decode(self, columns: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the rows that columns made by `empty` hold."""

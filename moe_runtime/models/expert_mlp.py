@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from configs.schema import Exactness
+from dispatch.row_memory import RowMemory
+from moe_runtime.models import tiles
 from moe_runtime.models.elementwise import silu_and_mul
 from moe_runtime.models.experts import ExpertBank
 from moe_runtime.models.linear import Linear
@@ -28,11 +30,17 @@ class ExpertMLP:
         self._bank = bank
         self._exactness = exactness
         self._reorder = reorder
+        self._memory = RowMemory()
+        self._on_tiles: tiles.GatedMLPs | None = None
+        if reorder and tiles.usable(bank.dtype):
+            spec = bank.spec
+            self._on_tiles = tiles.GatedMLPs(spec.hidden_size, spec.moe_intermediate_size)
 
     def warm_up(self) -> None:
         """Reorder the weights of all resident experts now, instead of at their first rows."""
+        prepare = tiles.PackedExpert if self._on_tiles else self._linears
         for moe_layer, expert in self._bank.resident():
-            self._bank.prepared(moe_layer, expert, self._linears)
+            self._bank.prepared(moe_layer, expert, prepare)
 
     def __call__(
         self, rows: torch.Tensor, counts: Sequence[int], experts: Sequence[int], *, moe_layer: int
@@ -55,7 +63,17 @@ class ExpertMLP:
         if not used:
             return torch.empty_like(rows)
         sizes = [count for count, _ in used]
-        linears = [self._bank.prepared(moe_layer, expert, self._linears) for _, expert in used]
+        if self._on_tiles is None:
+            return self._by_linears(rows, sizes, [expert for _, expert in used], moe_layer)
+        packed = [self._bank.prepared(moe_layer, expert, tiles.PackedExpert) for _, expert in used]
+        out = self._memory.empty(rows.shape[0], rows.shape[1], rows.dtype)
+        self._on_tiles(rows, sizes, packed, out)
+        return out
+
+    def _by_linears(
+        self, rows: torch.Tensor, sizes: list[int], experts: list[int], moe_layer: int
+    ) -> torch.Tensor:
+        linears = [self._bank.prepared(moe_layer, expert, self._linears) for expert in experts]
         # One activation for all experts: a decode step has few rows for each of many experts, and
         # there the calls cost more than the arithmetic.
         gate_up = [

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 
 from configs.schema import Exactness
+from moe_runtime.models import tiles
 from moe_runtime.models.exactness import ANY_ROWS, RowKernel, RowTiles, apply_tiled, probe_tiles
 
 
@@ -52,13 +53,19 @@ def reordered_kernel(weight: torch.Tensor) -> RowKernel:
     return product
 
 
+def tile_kernel(weight: torch.Tensor) -> RowKernel:
+    """Product with a reordered copy of a weight [N, K] on the tile unit: exact for any rows."""
+    return tiles.PackedWeight(weight).product
+
+
 class Linear:
     """`y = x @ weight.T + bias`, in `bitwise` mode with the same bits for a row in any batch.
 
     Stateless after construction, so threads may share it.
 
     Attributes:
-        tiles: Row counts that the product is cut into; no sizes in `tolerant` mode.
+        tiles: Row counts that the product is cut into; no sizes in `tolerant` mode, and where the
+            product itself is exact.
     """
 
     def __init__(
@@ -69,10 +76,14 @@ class Linear:
         bias: torch.Tensor | None = None,
         reorder: bool = True,
     ) -> None:
-        make_kernel = reordered_kernel if reorder and can_reorder(weight.dtype) else plain_kernel
         self.out_features, self.in_features = weight.shape
         self.tiles: RowTiles = ANY_ROWS
-        if exactness is Exactness.BITWISE:
+        make_kernel = plain_kernel
+        if reorder and tiles.usable(weight.dtype):
+            make_kernel = tile_kernel
+        elif reorder and can_reorder(weight.dtype):
+            make_kernel = reordered_kernel
+        if exactness is Exactness.BITWISE and make_kernel is not tile_kernel:
             self.tiles = probe_tiles(
                 make_kernel,
                 in_features=self.in_features,

@@ -10,6 +10,7 @@ import torch
 
 from configs.schema import Exactness
 from moe_runtime.errors import ExpertNotResident
+from moe_runtime.models import tiles
 from moe_runtime.models.expert_mlp import ExpertMLP
 from moe_runtime.models.experts import ExpertBank, ExpertKey
 from moe_runtime.models.paged_kv import PagedKV
@@ -90,6 +91,33 @@ def test_prepared_weights_follow_the_weights(spec):
         bank.ready(0, 0)
         results.append(mlp(rows, (2,), (0,), moe_layer=0))
     assert not torch.equal(*results)
+
+
+def test_experts_with_and_without_compiled_products(spec, rng, monkeypatch):
+    """Each way gives a row its own bits whatever stands beside it, and both the same function."""
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 32))
+    bank = ExpertBank(spec, torch.bfloat16, allocate)
+    for expert in range(3):
+        weights = bank.as_matrices(bank.reserve(0, expert))
+        weights.copy_(torch.randn(weights.shape, generator=generator) * 0.1)
+        bank.ready(0, expert)
+    counts = (5, 0, 19)
+    rows = torch.randn(sum(counts), spec.hidden_size, generator=generator).to(torch.bfloat16)
+    found = []
+    for turned_off in (False, True):
+        if turned_off:
+            monkeypatch.setattr(tiles, "compiled", None)
+            for expert in range(3):
+                bank.reserve(0, expert)  # forget what was prepared; the bytes stay
+                bank.ready(0, expert)
+        mlp = ExpertMLP(bank, exactness=Exactness.BITWISE)
+        mlp.warm_up()
+        found.append(mlp(rows, counts, (0, 1, 2), moe_layer=0))
+        alone = [
+            mlp(row[None], (1,), (0 if i < 5 else 2,), moe_layer=0) for i, row in enumerate(rows)
+        ]
+        assert torch.equal(torch.cat(alone), found[-1])
+    torch.testing.assert_close(found[0], found[1], rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

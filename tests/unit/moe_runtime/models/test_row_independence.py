@@ -10,6 +10,7 @@ import torch
 
 from configs.schema import Exactness
 from moe_runtime.errors import ExactnessUnavailable
+from moe_runtime.models import tiles
 from moe_runtime.models.elementwise import choose_experts, rms_norm, silu_and_mul
 from moe_runtime.models.exactness import RowTiles, apply_tiled, cancelling_data, probe_tiles
 from moe_runtime.models.linear import Linear, can_reorder, plain_kernel
@@ -77,12 +78,15 @@ def test_activation_and_choice_against_plain_formulas(generator):
     torch.testing.assert_close(weights, torch.softmax(torch.tensor([[2.0, 1.0]]), -1))
 
 
-@pytest.mark.parametrize("reorder", [True, False])
+@pytest.mark.parametrize("way", ["best", "library", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("in_features", "out_features"), [(512, 512), (256, 512), (33, 70), (1024, 96)]
 )
-def test_linear(generator, dtype, in_features, out_features, reorder):
+def test_linear(generator, monkeypatch, dtype, in_features, out_features, way):
+    reorder = way != "plain"
+    if way == "library":
+        monkeypatch.setattr(tiles, "compiled", None)
     x, weight = cancelling_data(ROWS, in_features, out_features, dtype)
     assert_rows_independent(Linear(weight, exactness=Exactness.BITWISE, reorder=reorder), x)
     x = torch.randn(ROWS, in_features, generator=generator).to(dtype)
