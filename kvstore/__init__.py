@@ -10,12 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvstore.client.get_result import GetOutcome as GetOutcome
+    from kvstore.client.get_result import GetResult as GetResult
     from kvstore.client.held_hit import HeldHit as HeldHit
     from kvstore.client.locations import Hit as Hit
     from kvstore.client.pieces import Pieces as Pieces
     from kvstore.client.put_options import PutOptions as PutOptions
+    from kvstore.client.store import Store as Store
     from kvstore.client.store_client import StoreClient as StoreClient
     from kvstore.client.tenant import Tenant as Tenant
+    from kvstore.client.values import RegionPiece as RegionPiece
     from kvstore.client.write_through import WriteThrough as WriteThrough
     from kvstore.errors import BlockCorrupt as BlockCorrupt
     from kvstore.errors import BlockUnreachable as BlockUnreachable
@@ -48,6 +52,8 @@ _HOME = {
     "BlockCorrupt": "errors",
     "BlockUnreachable": "errors",
     "Fenced": "errors",
+    "GetOutcome": "client.get_result",
+    "GetResult": "client.get_result",
     "HeldHit": "client.held_hit",
     "Hit": "client.locations",
     "InvalidKey": "errors",
@@ -66,7 +72,9 @@ _HOME = {
     "Pin": "wire.messages",
     "PutOptions": "client.put_options",
     "PutOutcome": "wire.messages",
+    "RegionPiece": "client.values",
     "SegmentUnusable": "errors",
+    "Store": "client.store",
     "StoreClient": "client.store_client",
     "StoreClosed": "errors",
     "StoreMaster": "master.store_master",

@@ -71,6 +71,10 @@ class ClientCore:
         """When a call that starts now is late, on the monotonic clock."""
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
+    def left(self, deadline_s: float) -> float:
+        """Seconds until a deadline, a little if it has passed."""
+        return max(0.001, deadline_s - time.monotonic())
+
     def lookup(self, keys: Sequence[bytes], *, every: bool, timeout_s: float | None) -> Steps[Hit]:
         """As `StoreClient.lookup`, or `lookup_prefix` unless `every`."""
         names = self.names(keys if every else keys[: m.KEYS_MAX])

@@ -10,8 +10,8 @@ from kvstore.errors import KVStoreError
 from transfer import TransferError
 
 if TYPE_CHECKING:
+    from kvstore.client.master_map import MasterMap
     from kvstore.client.segment_keys import SegmentKeys
-    from kvstore.wire.master_link import MasterLink
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class Driver:
         segments: Keys to the nodes' segments.
     """
 
-    def __init__(self, link: MasterLink, segments: SegmentKeys) -> None:
+    def __init__(self, link: MasterMap, segments: SegmentKeys) -> None:
         self._link = link
         self._segments = segments
 

@@ -24,13 +24,14 @@ from kvstore.client.driver import Driver
 from kvstore.client.held_hit import HeldHit
 from kvstore.client.lease_keeper import LeaseKeeper
 from kvstore.client.locations import Hit
+from kvstore.client.master_map import MasterMap
 from kvstore.client.pieces import Pieces
 from kvstore.client.put_options import PutOptions
 from kvstore.client.segment_keys import SegmentKeys
 from kvstore.client.tenant import Tenant
+from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_directory
 from kvstore.errors import InvalidValue
 from kvstore.wire import messages as m
-from kvstore.wire.master_link import MasterLink
 from kvstore.wire.messages import Pin, PutOutcome
 from kvstore.wire.peer_messages import TO_CLIENT, decode_to_client
 from transfer import TransferError
@@ -55,7 +56,7 @@ class StoreClient:
 
     Args:
         engine: The process's engine, open while the client is used.
-        master_address: From `MasterServer.address`.
+        masters: The address of the only master, those of several, or a directory of them.
         config: The store's knobs.
         secret: The cluster secret.
         local_node: The store node on the same engine, if there is one.
@@ -65,7 +66,7 @@ class StoreClient:
     def __init__(
         self,
         engine: TransferEngine,
-        master_address: str,
+        masters: str | Sequence[str] | MasterDirectory,
         config: KVStoreConfig,
         *,
         secret: bytes,
@@ -73,17 +74,15 @@ class StoreClient:
         tenant: Tenant = NOBODY,
     ) -> None:
         self._name = engine.name
-        self._link = MasterLink(
-            master_address,
-            secret=secret,
-            identity=f"{engine.name}.client",
-            timeout_s=config.request_timeout_s,
+        self._directory = as_directory(masters)
+        self._link = MasterMap(
+            self._directory, config, secret=secret, identity=f"{engine.name}.client"
         )
-        self._segments = SegmentKeys(engine, local_node)
+        self.segments = SegmentKeys(engine, local_node)
         self.core = ClientCore(
-            engine, self._segments, local_node, tenant=tenant, timeout_s=config.request_timeout_s
+            engine, self.segments, local_node, tenant=tenant, timeout_s=config.request_timeout_s
         )
-        self.driver = Driver(self._link, self._segments)
+        self.driver = Driver(self._link, self.segments)
         self.leases = LeaseKeeper(
             renew=lambda ids: self._link.ask(m.Renew(self._name, list(ids)), m.Renewed),
             release=lambda ids: self._link.ask(m.Release(self._name, list(ids)), m.Done),
@@ -103,8 +102,9 @@ class StoreClient:
         self.close()
 
     def use_master(self, address: str) -> None:
-        """Ask another master from now on."""
-        self._link.redirect(address)
+        """Ask another master from now on, where there is one at a known address."""
+        assert isinstance(self._directory, StaticMasters), self._directory
+        self._directory.move([address])
 
     def enter(self) -> m.Entered:
         """Tell the master for whom this client acts; else that happens when it wants to know.
@@ -123,7 +123,7 @@ class StoreClient:
         if not payload.startswith(TO_CLIENT):
             return False
         try:
-            self._segments.receive(peer, decode_to_client(payload))
+            self.segments.receive(peer, decode_to_client(payload))
         except (msgspec.MsgspecError, TransferError) as error:
             logger.warning("malformed note from %s: %s", peer, error)
         return True

@@ -91,15 +91,19 @@ def test_a_master_that_is_not_there_costs_one_deadline(stack, secret):
     started = time.monotonic()
     for _ in range(20):
         with pytest.raises(MasterUnavailable):
-            member.client.put(fresh(1), member.region, [0], BLOCK)
+            member.client.lookup_prefix(fresh(1))
     assert time.monotonic() - started < 2.0, "and not one for every request"
+    started = time.monotonic()
+    with pytest.raises(MasterUnavailable):
+        member.client.put(fresh(1), member.region, [0], BLOCK)
+    assert 0.25 < time.monotonic() - started < 5.0, "a put waits for a master until its deadline"
 
 
 def test_without_the_secret_nobody_answers(stack, secret):
-    _, member = pool(stack, secret, members=1)
+    master, member = pool(stack, secret, members=1)
     stranger = StoreClient(
         member.engine,
-        member.client._link.address,
+        master.address,
         KVStoreConfig(request_timeout_s=0.3),
         secret=b"wrong",
     )

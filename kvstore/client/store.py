@@ -1,0 +1,256 @@
+"""The pool as a dictionary of values: put, get, get_into, exists, remove, of one and of many.
+
+    with Store.connect(address, secret=secret) as store:
+        store.put("name", b"value")        -> PutOutcome
+        store.get("name")                  -> b"value", or None if it is not there
+
+Names are of up to `NAME_BYTES_MAX` bytes, or keys of 16 bytes such as those of `prefix_keys`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
+
+from configs.schema import KVStoreConfig, TransferConfig
+from kvstore.client.get_result import GetOutcome, GetResult
+from kvstore.client.hot_blocks import HotBlocks
+from kvstore.client.local_memory import LocalMemory
+from kvstore.client.names import Name, key_of
+from kvstore.client.put_options import DEFAULT, PutOptions
+from kvstore.client.store_client import NOBODY, StoreClient
+from kvstore.client.tenant import Tenant
+from kvstore.client.value_operations import ValueOperations, failure
+from kvstore.client.values import Value
+from kvstore.keys import block_namespace
+from kvstore.wire.messages import Pin, PutOutcome
+from transfer import TransferEngine
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore.discovery.directory import MasterDirectory
+    from transfer import Memory, Region
+
+VALUES: Final = block_namespace("values", "bytes", "named")
+
+
+class Store:
+    """Values of any kind by name, over a `StoreClient`. Thread-safe; every call has a deadline.
+
+    All may raise MasterUnavailable (retryable: nothing answered in time), Fenced, TenantRefused,
+    InvalidKey and InvalidValue.
+
+    Args:
+        client: Access to the pool.
+        namespace: Names of other namespaces are other names.
+    """
+
+    def __init__(self, client: StoreClient, *, namespace: bytes = VALUES) -> None:
+        self.client = client
+        self._namespace = namespace
+        self._memory = LocalMemory(client.core.engine, client.core.staging)
+        self._hot = HotBlocks(
+            client.core.engine, client.segments, client.core.staging, client.leases
+        )
+        self.operations = ValueOperations(
+            client.core, self._memory, client.leases, self._hot, namespace
+        )
+        self._stack = ExitStack()
+
+    @classmethod
+    def connect(
+        cls,
+        masters: str | Sequence[str] | MasterDirectory,
+        *,
+        secret: bytes,
+        config: KVStoreConfig | None = None,
+        transfer: TransferConfig | None = None,
+        tenant: Tenant = NOBODY,
+    ) -> Store:
+        """Open an engine and a client of its own; `close` ends both. See `StoreClient`."""
+        name = secrets.token_hex(8)
+        engine = TransferEngine(transfer or TransferConfig(), name=name, secret=secret)
+        client = StoreClient(
+            engine, masters, config or KVStoreConfig(), secret=secret, tenant=tenant
+        )
+
+        def listen(peer: str, payload: bytes) -> None:
+            client.on_notify(peer, payload)
+
+        engine.on_notify(listen)
+        with ExitStack() as stack:
+            stack.enter_context(engine)
+            stack.enter_context(client)
+            store = cls(client)
+            store._stack = stack.pop_all()
+        return store
+
+    def close(self) -> None:
+        """Let go of everything; the client too if `connect` made it."""
+        self._hot.close()
+        self._memory.close()
+        self._stack.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def register(self, memory: Memory | torch.Tensor) -> Region:
+        """Register memory once: values and targets inside of it move without copies from then on.
+
+        It must outlive the store, or `release`.
+        """
+        return self._memory.register(memory)
+
+    def release(self, region: Region) -> None:
+        """Undo `register`."""
+        self._memory.release(region)
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def put(
+        self,
+        name: Name,
+        value: Value,
+        *,
+        options: PutOptions = DEFAULT,
+        timeout_s: float | None = None,
+    ) -> PutOutcome:
+        """Store one value; see `put_batch`."""
+        return self.put_batch([name], [value], options=options, timeout_s=timeout_s)[0]
+
+    def put_batch(
+        self,
+        names: Sequence[Name],
+        values: Sequence[Value],
+        *,
+        options: PutOptions = DEFAULT,
+        timeout_s: float | None = None,
+    ) -> tuple[PutOutcome, ...]:
+        """Store values, each whole or not at all.
+
+        A value is anything with contiguous bytes, a `RegionPiece`, or a list of those, whose
+        bytes are then one value. It must not change until the call returns. Values are
+        write-once: a name that is taken says `EXISTS` if the bytes are equal, else `CONFLICT`,
+        and keeps what it has.
+
+        Returns:
+            What became of each, in order; see `PutOutcome`.
+        """
+        steps = self.operations.put(names, values, options, timeout_s)
+        return self.client.driver.run(steps)
+
+    def put_tensor(
+        self,
+        name: Name,
+        tensor: torch.Tensor,
+        *,
+        options: PutOptions = DEFAULT,
+        timeout_s: float | None = None,
+    ) -> PutOutcome:
+        """Store a tensor with its type and shape. A part of what the value is: see `put_batch`."""
+        steps = self.operations.put_tensor(name, tensor, options, timeout_s)
+        return self.client.driver.run(steps)
+
+    def remove(self, name: Name, *, timeout_s: float | None = None) -> bool:
+        """Forget one value, a pinned one too; False if it was not there."""
+        return self.remove_batch([name], timeout_s=timeout_s) > 0
+
+    def remove_batch(
+        self, names: Sequence[Name], *, group: str = "", timeout_s: float | None = None
+    ) -> int:
+        """Forget values, by name and by group; return how many were there.
+
+        Who holds a lease on one can still read it until that ends.
+        """
+        return self.client.driver.run(self.operations.remove(names, group, timeout_s))
+
+    def set_pin(
+        self,
+        names: Sequence[Name],
+        pin: Pin,
+        *,
+        pin_s: float = 0.0,
+        group: str = "",
+        timeout_s: float | None = None,
+    ) -> int:
+        """Pin values, or let them go (`Pin.NONE`), by name and by group; see `PutOptions`."""
+        keys = self.operations.keys(names)
+        return self.client.set_pin(keys, pin, pin_s=pin_s, group=group, timeout_s=timeout_s)
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def get(self, name: Name, *, timeout_s: float | None = None) -> bytes | None:
+        """Return a value's bytes, verified; None if it is not there.
+
+        A value that is read again within the time of a lease is read without the master, and
+        thus found for so long even if somebody else removes it.
+
+        Raises:
+            BlockCorrupt: No copy had the right bytes; it is gone now.
+            BlockUnreachable: It is there, but not within reach (retryable).
+            LeaseExpired: Copying takes longer than a lease (retryable).
+        """
+        key = key_of(name, self._namespace)
+        value = self._hot.read(key)
+        if value is not None:
+            self.client.core.record.count(read_blocks=1, hot_blocks=1)
+            return value
+        (result,) = self.client.driver.run(self.operations.get([key], timeout_s))
+        return _value(key, result).value
+
+    def get_batch(
+        self, names: Sequence[Name], *, timeout_s: float | None = None
+    ) -> list[GetResult]:
+        """Return what became of each name, in order, with the bytes of those that are there."""
+        return self.client.driver.run(self.operations.get(names, timeout_s))
+
+    def get_into(self, name: Name, target: Value, *, timeout_s: float | None = None) -> int | None:
+        """Read a value into writable memory; return its size, None if it is not there.
+
+        The target may be larger than the value. What it holds after an error or a miss is not
+        defined. Raises as `get`.
+        """
+        key = key_of(name, self._namespace)
+        (result,) = self.client.driver.run(self.operations.get_into([key], [target], timeout_s))
+        return _value(key, result).nbytes if result.outcome is not GetOutcome.MISS else None
+
+    def get_batch_into(
+        self, names: Sequence[Name], targets: Sequence[Value], *, timeout_s: float | None = None
+    ) -> list[GetResult]:
+        """Read values into one target each; return what became of each name, in order."""
+        return self.client.driver.run(self.operations.get_into(names, targets, timeout_s))
+
+    def get_tensor(self, name: Name, *, timeout_s: float | None = None) -> torch.Tensor | None:
+        """Return a tensor that `put_tensor` stored; None if it is not there. Raises as `get`."""
+        return self.client.driver.run(self.operations.get_tensor(name, None, timeout_s))
+
+    def get_tensor_into(
+        self, name: Name, target: torch.Tensor, *, timeout_s: float | None = None
+    ) -> bool:
+        """Read a tensor into one of the same type and shape; False if it is not there.
+
+        Raises as `get`, and InvalidValue if it is another kind of tensor; the target's contents
+        are not defined then.
+        """
+        steps = self.operations.get_tensor(name, target, timeout_s)
+        return self.client.driver.run(steps) is not None
+
+    def exists(self, name: Name, *, timeout_s: float | None = None) -> bool:
+        """Tell whether a value is there now; nothing keeps it there."""
+        return self.exists_batch([name], timeout_s=timeout_s)[0]
+
+    def exists_batch(self, names: Sequence[Name], *, timeout_s: float | None = None) -> list[bool]:
+        """Tell which values are there now."""
+        return self.client.driver.run(self.operations.exists(names, timeout_s))
+
+
+def _value(key: bytes, result: GetResult) -> GetResult:
+    if result.outcome in (GetOutcome.HIT, GetOutcome.MISS):
+        return result
+    raise failure(key, result.outcome)
