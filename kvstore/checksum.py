@@ -17,6 +17,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvstore.copying import checksums_of
+
 CHECKSUM_BYTES: Final = 8
 
 
@@ -24,11 +26,7 @@ def block_checksums(
     memory: NDArray[np.uint8], offsets: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> list[int]:
     """Return one unsigned 64-bit checksum per piece `memory[offset : offset + length]`."""
-    view = memory.data
-    return [
-        xxhash.xxh3_64_intdigest(view[offset : offset + length])
-        for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True)
-    ]
+    return checksums_of(memory, offsets, lengths)
 
 
 def joined_checksum(pieces: Iterable[NDArray[np.uint8]]) -> int:

@@ -46,6 +46,10 @@ class InPlace:
             self._link, nbytes, immediate, None, write=True, timeout_s=timeout_s
         )
 
+    def read_bytes(self, nbytes: int) -> None:
+        """Count bytes that the caller has copied out of the memory, as of a read."""
+        self._mover.account(self._link, nbytes, None, Priority.KV_GET, write=False)
+
 
 class Prepared:
     """A write or read with fixed places. Made by the engine's `prepare_write`, `prepare_read`.

@@ -29,13 +29,15 @@ from kvstore.client.locations import Hit
 from kvstore.client.pieces import Pieces
 from kvstore.client.read_plan import Check, ReadPlan, plan_read
 from kvstore.client.steps import Steps, reach, settle
+from kvstore.copying import copy_with_checksums
 from kvstore.errors import NodeUnreachable
-from transfer import Priority, TransferError
+from transfer import AccessRefused, Priority, TransferError
 
 if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.staging import Staging
-    from transfer import Transfer, TransferEngine
+    from transfer import Region, Transfer, TransferEngine
+    from transfer.prepared import InPlace
 
 Ints = NDArray[np.int64]
 
@@ -67,6 +69,7 @@ class _Attempt:
 
     def __init__(self, num_blocks: int) -> None:
         self.reached = np.ones(num_blocks, dtype=bool)
+        self.found: dict[int, int] = {}  # checksums of whole blocks, where the copy brought them
         self.corrupt: set[int] = set()
         self.lost: list[str] = []
 
@@ -159,7 +162,8 @@ class BlockReader:
         for index in np.unique(where).tolist():
             theirs = np.flatnonzero(where == index)
             try:
-                yield from self._start(hit, index, pieces.of(theirs), deadline_s, under_way)
+                of_node = pieces if len(theirs) == len(pieces) else pieces.of(theirs)
+                yield from self._start(hit, index, of_node, deadline_s, under_way, attempt)
             except (NodeUnreachable, TransferError):
                 self._lose(hit, index, attempt)
         for index, transfer in under_way:
@@ -175,13 +179,18 @@ class BlockReader:
         pieces: Pieces,
         deadline_s: float,
         under_way: list[tuple[int, Transfer]],
+        attempt: _Attempt,
     ) -> Steps[None]:
         where = hit.nodes[index]
         key = self._segments.known(where)
         if key is None:
             key = yield from reach(where, deadline_s)
         sources = hit.offsets[pieces.blocks] + pieces.starts
+        mapped = self._engine.in_place(where.node, key) if _whole(hit, pieces) else None
         for region, rows in pieces.by_region(np.arange(len(pieces))):
+            if mapped is not None and region.kind == "host" and region.writable:
+                _copy(where.node, mapped, region, pieces.of(rows), sources[rows], attempt)
+                continue
             transfer = self._engine.read(
                 where.node,
                 region,
@@ -204,10 +213,12 @@ class BlockReader:
     def _verify(self, hit: Hit, plan: ReadPlan, attempt: _Attempt) -> None:
         rows = plan.whole[attempt.reached[plan.reads.blocks[plan.whole]]]
         for region, of_region in plan.reads.by_region(rows):
-            found = block_checksums(
-                region.array, plan.reads.offsets[of_region], plan.reads.lengths[of_region]
-            )
             blocks = plan.reads.blocks[of_region].tolist()
+            found = [attempt.found.get(block) for block in blocks]
+            if None in found:
+                found[:] = block_checksums(
+                    region.array, plan.reads.offsets[of_region], plan.reads.lengths[of_region]
+                )
             attempt.corrupt.update(
                 block
                 for block, checksum in zip(blocks, found, strict=True)
@@ -216,6 +227,27 @@ class BlockReader:
         for check in plan.checks:
             if attempt.reached[check.block] and not _is_right(hit, check, plan.reads):
                 attempt.corrupt.add(check.block)
+
+
+def _whole(hit: Hit, pieces: Pieces) -> bool:
+    """Whether all pieces are whole blocks, and blocks without part tables."""
+    return not hit.chunk_bytes.any() and bool((pieces.lengths == hit.lengths[pieces.blocks]).all())
+
+
+def _copy(
+    node: str,
+    mapped: InPlace,
+    region: Region,
+    pieces: Pieces,
+    sources: Ints,
+    attempt: _Attempt,
+) -> None:
+    """Copy from memory that is mapped here, and take the checksums in the same pass."""
+    if (sources < 0).any() or (sources + pieces.lengths > len(mapped.array)).any():
+        raise AccessRefused(node, "a block outside of its segment")
+    found = copy_with_checksums(region.array, mapped.array, pieces.offsets, sources, pieces.lengths)
+    attempt.found.update(zip(pieces.blocks.tolist(), found, strict=True))
+    mapped.read_bytes(int(pieces.lengths.sum()))
 
 
 def _is_right(hit: Hit, check: Check, reads: Pieces) -> bool:

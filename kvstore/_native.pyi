@@ -1,0 +1,15 @@
+"""Types of the compiled part, `native.c`."""
+
+from kvstore.copying import Ints
+
+SHORT_BYTES: int
+
+def copy_summed(
+    target_base: int,
+    source_base: int,
+    target_offsets: Ints,
+    source_offsets: Ints,
+    lengths: Ints,
+    /,
+) -> bytes: ...
+def sums(base: int, offsets: Ints, lengths: Ints, /) -> bytes: ...

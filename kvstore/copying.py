@@ -1,0 +1,88 @@
+"""Checksums at the speed of memory: of many pieces in one call, and in the same pass as a copy.
+
+The only module that imports `kvstore._native`, which is built where a C compiler was found;
+MOE_RUNTIME_NATIVE=0 keeps it from being used. Without it both functions do the same in two passes.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+compiled: ModuleType | None
+try:
+    if os.environ.get("MOE_RUNTIME_NATIVE") == "0":
+        raise ImportError("turned off by MOE_RUNTIME_NATIVE=0")
+    from kvstore import _native
+except ImportError:
+    compiled = None
+else:
+    compiled = _native
+
+COMPILED: Final = compiled is not None
+
+
+def checksums_of(memory: Bytes, offsets: Ints, lengths: Ints) -> list[int]:
+    """Return the xxh3_64 of each piece `memory[offset : offset + length]`.
+
+    Args:
+        memory: [.] uint8, contiguous.
+        offsets: [N] int64, the pieces inside of the memory: the caller has checked.
+        lengths: [N] int64.
+    """
+    if compiled is not None and len(lengths) and int(lengths.min()) > _native.SHORT_BYTES:
+        sums = _native.sums(memory.ctypes.data, _plain(offsets), _plain(lengths))
+        return _integers(sums)
+    view = memory.data
+    return [
+        xxhash.xxh3_64_intdigest(view[offset : offset + length])
+        for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+def copy_with_checksums(
+    target: Bytes, source: Bytes, target_offsets: Ints, source_offsets: Ints, lengths: Ints
+) -> list[int]:
+    """Copy pieces, and return the xxh3_64 of each as it lies in the target.
+
+    Large pieces bypass the processor's caches on the way to the target.
+
+    Args:
+        target: [.] uint8, contiguous, not the memory of the source.
+        source: [.] uint8, contiguous; others may change it, then the checksums tell.
+        target_offsets: [N] int64; the caller has checked all bounds.
+        source_offsets: [N] int64.
+        lengths: [N] int64.
+    """
+    if compiled is not None and len(lengths) and int(lengths.min()) > _native.SHORT_BYTES:
+        sums = _native.copy_summed(
+            target.ctypes.data,
+            source.ctypes.data,
+            _plain(target_offsets),
+            _plain(source_offsets),
+            _plain(lengths),
+        )
+        return _integers(sums)
+    rows = zip(target_offsets.tolist(), source_offsets.tolist(), lengths.tolist(), strict=True)
+    for to, start, length in rows:
+        target[to : to + length] = source[start : start + length]
+    return checksums_of(target, target_offsets, lengths)
+
+
+def _integers(sums: bytes) -> list[int]:
+    if len(sums) == 8:
+        return [int.from_bytes(sums, "little" if np.little_endian else "big")]
+    found: list[int] = np.frombuffer(sums, dtype=np.uint64).tolist()
+    return found
+
+
+def _plain(column: Ints) -> Ints:
+    return np.ascontiguousarray(column, dtype=np.int64)

@@ -1,0 +1,93 @@
+"""Copies that bring checksums: the bytes and xxhash's own values, for every length and place."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+from types import ModuleType
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvstore import copying
+
+LENGTHS = (*range(1, 520), 1023, 1024, 1025, 1088, 2047, 2048, 2049, 65_536, 65_537, 4_194_305)
+
+
+@pytest.fixture(params=["as built", "in Python"])
+def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    if request.param == "as built":
+        if not copying.COMPILED:
+            pytest.skip("kvstore._native is not built: no C compiler")
+    else:
+        monkeypatch.setattr(copying, "compiled", None)
+    return copying
+
+
+def test_copies_and_checksums_are_xxhash_s(module: ModuleType) -> None:
+    seed = time.time_ns()
+    rng = np.random.default_rng(seed)
+    lengths = np.array(LENGTHS)
+    for part in (lengths, lengths[lengths > 240], lengths[lengths <= 240]):
+        starts = np.cumsum(part + rng.integers(0, 70, len(part))) - part
+        source = rng.integers(0, 256, int(starts[-1] + part[-1]) + 9, dtype=np.uint8)
+        places = np.cumsum(part + rng.integers(1, 70, len(part))) - part
+        target = np.zeros(int(places[-1] + part[-1]) + 9, dtype=np.uint8)
+        found = module.copy_with_checksums(target, source, places, starts, part)
+        expected = np.zeros_like(target)
+        for to, start, length in zip(places, starts, part, strict=True):
+            expected[to : to + length] = source[start : start + length]
+        assert np.array_equal(target, expected), seed
+        sums = [
+            xxhash.xxh3_64_intdigest(source[start : start + length].data)
+            for start, length in zip(starts, part, strict=True)
+        ]
+        assert found == sums, seed
+        assert module.checksums_of(source, starts, part) == sums, seed
+
+
+def test_no_pieces_are_no_work(module: ModuleType) -> None:
+    none = np.zeros(0, dtype=np.int64)
+    memory = np.zeros(8, dtype=np.uint8)
+    assert module.copy_with_checksums(memory, memory, none, none, none) == []
+    assert module.checksums_of(memory, none, none) == []
+
+
+def test_columns_of_any_stride_are_taken(module: ModuleType) -> None:
+    memory = np.arange(4096, dtype=np.uint8)
+    rows = np.array([[0, 300], [512, 700]])
+    expected = [xxhash.xxh3_64_intdigest(memory[a : a + n].data) for a, n in rows.tolist()]
+    assert module.checksums_of(memory, rows[:, 0], rows[:, 1]) == expected
+
+
+def test_the_compiled_part_refuses_nonsense() -> None:
+    if not copying.COMPILED:
+        pytest.skip("kvstore._native is not built: no C compiler")
+    native = importlib.import_module("kvstore._native")
+    memory = np.zeros(1024, dtype=np.uint8)
+    one, two = np.array([300]), np.array([300, 300])
+    zero = np.array([0])
+    for bad in (two, one.astype(np.int32), one.astype(np.float64), one.reshape(1, 1)):
+        with pytest.raises(ValueError, match="offsets and lengths"):
+            native.sums(memory.ctypes.data, zero, bad)
+        with pytest.raises(ValueError, match="offsets and lengths"):
+            native.copy_summed(memory.ctypes.data, memory.ctypes.data, zero, bad, one)
+    for length in (-1, 0, native.SHORT_BYTES):
+        with pytest.raises(ValueError, match="not more than"):
+            native.sums(memory.ctypes.data, zero, np.array([length]))
+    for wrong in ((), (1,), (memory.ctypes.data, zero)):
+        with pytest.raises(TypeError):
+            native.sums(*wrong)
+        with pytest.raises(TypeError):
+            native.copy_summed(*wrong)
+    with pytest.raises(TypeError):
+        native.sums("there", zero, one)
+
+
+def test_it_can_be_turned_off() -> None:
+    program = "from kvstore import copying; assert not copying.COMPILED"
+    environment = {"MOE_RUNTIME_NATIVE": "0"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
