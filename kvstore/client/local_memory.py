@@ -79,7 +79,7 @@ class LocalMemory:
         for block, parts in enumerate(values):
             start = 0
             for part in parts:
-                piece = part if isinstance(part, RegionPiece) else self._find(part)
+                piece = self.registered(part)
                 if piece is None and part.nbytes >= DIRECT_BYTES_MIN:
                     assert not isinstance(part, RegionPiece), part
                     region = self._engine.register(as_tensor(part))
@@ -90,7 +90,10 @@ class LocalMemory:
         placed.stage(self._staging, stack, copy=copy)
         return placed
 
-    def _find(self, part: Bytes) -> RegionPiece | None:
+    def registered(self, part: Part) -> RegionPiece | None:
+        """Return where bytes are in a region that was registered; None if they are in none."""
+        if isinstance(part, RegionPiece):
+            return part
         if not self._regions:
             return None
         start = part.ctypes.data

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Final
 
 from configs.schema import KVStoreConfig, TransferConfig
 from kvstore.client.get_result import GetOutcome, GetResult
-from kvstore.client.hot_blocks import HotBlocks
 from kvstore.client.local_memory import LocalMemory
 from kvstore.client.names import Name, key_of
 from kvstore.client.put_options import DEFAULT, PutOptions
+from kvstore.client.quick_reads import Quick
 from kvstore.client.store_client import NOBODY, StoreClient
 from kvstore.client.tenant import Tenant
 from kvstore.client.value_operations import ValueOperations, failure
-from kvstore.client.values import Value
+from kvstore.client.values import Value, target_of
 from kvstore.keys import block_namespace
 from kvstore.wire.messages import Pin, PutOutcome
 from transfer import TransferEngine
@@ -52,11 +52,9 @@ class Store:
         self.client = client
         self._namespace = namespace
         self._memory = LocalMemory(client.core.engine, client.core.staging)
-        self._hot = HotBlocks(
-            client.core.engine, client.segments, client.core.staging, client.leases
-        )
+        self._quick = client.quick_reads()
         self.operations = ValueOperations(
-            client.core, self._memory, client.leases, self._hot, namespace
+            client.core, self._memory, client.leases, self._quick.hot, namespace
         )
         self._stack = ExitStack()
 
@@ -90,7 +88,7 @@ class Store:
 
     def close(self) -> None:
         """Let go of everything; the client too if `connect` made it."""
-        self._hot.close()
+        self._quick.hot.close()
         self._memory.close()
         self._stack.close()
 
@@ -197,10 +195,11 @@ class Store:
             LeaseExpired: Copying takes longer than a lease (retryable).
         """
         key = key_of(name, self._namespace)
-        value = self._hot.read(key)
-        if value is not None:
-            self.client.core.record.count(read_blocks=1, hot_blocks=1)
+        value = self._quick.get(key, timeout_s)
+        if not isinstance(value, Quick):
             return value
+        if value is Quick.MISS:
+            return None
         (result,) = self.client.driver.run(self.operations.get([key], timeout_s))
         return _value(key, result).value
 
@@ -217,6 +216,13 @@ class Store:
         defined. Raises as `get`.
         """
         key = key_of(name, self._namespace)
+        piece = self._memory.registered(target_of(target))
+        if piece is not None:
+            found = self._quick.get_into(key, piece, timeout_s)
+            if not isinstance(found, Quick):
+                return found
+            if found is Quick.MISS:
+                return None
         (result,) = self.client.driver.run(self.operations.get_into([key], [target], timeout_s))
         return _value(key, result).nbytes if result.outcome is not GetOutcome.MISS else None
 

@@ -29,7 +29,7 @@ from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
     from kvstore.client.client_core import ClientCore
-    from kvstore.client.hot_blocks import HotBlocks
+    from kvstore.client.hot_places import HotPlaces
     from kvstore.client.lease_keeper import LeaseKeeper
     from kvstore.client.local_memory import LocalMemory
 
@@ -55,7 +55,7 @@ class ValueOperations:
         core: ClientCore,
         memory: LocalMemory,
         leases: LeaseKeeper,
-        hot: HotBlocks,
+        hot: HotPlaces,
         namespace: bytes,
     ) -> None:
         self._core = core
@@ -193,10 +193,7 @@ class ValueOperations:
                 if attempt == ATTEMPTS - 1:
                     raise
             finally:
-                if len(keys) == 1:
-                    self._hot.offer(keys[0], hit)
-                else:
-                    self._leases.drop(hit.lease)
+                self._leases.drop(hit.lease)
 
     def _read_parts(
         self, hit: Hit, wanted: Sequence[Sequence[Part]], left_s: float

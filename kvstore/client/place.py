@@ -1,0 +1,75 @@
+"""Where one block lies, and its bytes read from there: what a `Hit` is for many, without columns.
+
+For a small value, arithmetic over columns of one row costs more than the copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import xxhash
+
+from kvstore.client.lease import Lease
+from transfer import Priority, TransferError
+
+if TYPE_CHECKING:
+    from kvstore.client.segment_keys import SegmentKeys
+    from kvstore.wire.messages import Located, NodeAddress
+    from transfer import Region, TransferEngine
+
+PLACE_BYTES_MAX: Final = 256 << 10
+
+
+class Place(NamedTuple):
+    """One copy of a block without a part table.
+
+    Attributes:
+        where: The segment.
+        offset: In the segment.
+        nbytes: Of payload.
+        checksum: xxh3_64.
+        lease: How long it stays there.
+    """
+
+    where: NodeAddress
+    offset: int
+    nbytes: int
+    checksum: int
+    lease: Lease
+
+    @classmethod
+    def of_reply(cls, reply: Located, *, asked_s: float) -> Place:
+        """Read the reply to a lookup of one key that is there."""
+        return cls(
+            where=reply.nodes[reply.node_idx[0]],
+            offset=reply.offsets[0],
+            nbytes=reply.lengths[0],
+            checksum=reply.checksums[0],
+            lease=Lease(reply.lease_id, asked_s + reply.lease_s),
+        )
+
+    def read_into(
+        self, engine: TransferEngine, segments: SegmentKeys, region: Region, offset: int
+    ) -> bool:
+        """Copy the block to `offset` of a region and verify it.
+
+        Returns:
+            False if its segment was never reached before, or anything is wrong: then what lies in
+            the region is garbage, and `Reading.copy` finds out what it is and reports it.
+        """
+        key = segments.known(self.where)
+        if key is None or self.lease.late_s() >= 0:
+            return False
+        try:
+            transfer = engine.read(
+                self.where.node, region, key, offset, self.offset, self.nbytes,
+                priority=Priority.KV_GET,
+            )  # fmt: skip
+            transfer.wait()
+        except TransferError:
+            return False
+        if self.lease.late_s() >= 0:
+            return False
+        return (
+            xxhash.xxh3_64_intdigest(region.array[offset : offset + self.nbytes]) == self.checksum
+        )
