@@ -1,8 +1,10 @@
 """Types of the compiled part, `native.c`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from transfer.memory.region import Region
 from transfer.pieces import Ints
+from transfer.priority import Priority
 
 def copy_one(target: int, source: int, nbytes: int, /) -> None: ...
 def copy_pieces(
@@ -38,6 +40,7 @@ def progress(
 class Lane:
     evidence: str | None
     in_flight: int
+    leader: int
     unsent: bool
     def __init__(self, fd: int) -> None: ...
     def post(
@@ -51,23 +54,113 @@ class Lane:
         lengths: Ints,
         /,
     ) -> bool: ...
-    def post_message(
-        self,
-        item: object,
-        kind: int,
-        immediate: int | None,
-        transfer_id: int,
-        oldest: int,
-        token: bytes,
-        address: int,
-        offset: int,
-        nbytes: int,
-        /,
-    ) -> bool: ...
-    def push(self) -> bool: ...
+    def bind(self, epoll: int, change: Callable[[int], None], /) -> None: ...
+    def unbind(self) -> None: ...
+    def claim(self) -> bool: ...
+    def leave(self, leader: int, /) -> None: ...
+    def attend(self) -> None: ...
+    def watch_all(self) -> None: ...
+    def attend_to_posted(self) -> bool: ...
     def close(self) -> list[object]: ...
     def abandon(self) -> None: ...
     def fileno(self) -> int: ...
+
+class RailLoad:
+    open: bool
+    healthy: bool
+    attends_soon: bool
+    out_bytes: int
+    urgent_bytes: int
+    messages_done: int
+    bytes_done: int
+    progressed_at: float
+    bandwidth: float
+    bulk_bytes_max: int
+    bulk_bytes_max_beside_urgent: int
+    def add(self, nbytes: int, urgent: bool, /) -> None: ...
+    def bind(
+        self,
+        link: object,
+        rail: object,
+        attend_soon: Callable[[], None],
+        report: Callable[[list[tuple[object, int, tuple[int, int, int] | None]], Lane], None],
+        /,
+    ) -> None: ...
+    def carry(self, urgent: Lane | None, bulk: tuple[Lane, ...], all_bulk: bool, /) -> None: ...
+
+class Message:
+    peer: str
+    operation: str
+    nbytes: int
+    bytes_moved: int
+    deadline: float
+    started: float
+    rail: object
+    pending: bool
+    writes: bool
+    urgent: bool
+    transfer_id: int
+    oldest: int
+    our_offset: int
+    their_offset: int
+    immediate: int | None
+    priority: Priority
+    region: Region
+    token: bytes
+    rails: tuple[tuple[int, ...], ...]
+    load: RailLoad
+    lane: Lane
+    def wait(self, timeout_s: float | None = None) -> None: ...
+
+class Books:
+    num_queued: int
+    stopped: bool
+    awaited: bool
+    urgent_at: float
+    ahead_max: int
+    oldest: int
+    is_exhausted: bool
+    def __init__(
+        self,
+        ahead_max: int,
+        rails: tuple[RailLoad, ...] = (),
+        prefer: Callable[[Region], tuple[tuple[int, ...], ...]] | None = None,
+        on_room: Callable[[], None] | None = None,
+    ) -> None: ...
+    def take(self) -> int: ...
+    def end(self, number: int, /) -> None: ...
+    def messages(self) -> list[Message]: ...
+    def stop(self) -> list[Message]: ...
+    def pull(self, message: Message, /) -> bool: ...
+    def __len__(self) -> int: ...
+
+class ShortWay:
+    timeout_s: float
+    def __init__(
+        self,
+        region: type,
+        key: type,
+        made: type[Message],
+        priorities: tuple[Priority, ...],
+        nbytes_max: int,
+        urgent_bytes_max: int,
+    ) -> None: ...
+    def post(
+        self,
+        writes: bool,
+        peer: str,
+        region: object,
+        key: object,
+        our_offset: object,
+        their_offset: object,
+        nbytes: object,
+        immediate: object,
+        priority: object,
+        /,
+    ) -> Message | None: ...
+    def add(self, peer: str, books: Books, /) -> None: ...
+    def remove(self, peer: str, books: Books, /) -> None: ...
+    def take_counts(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]: ...
 
 class Server:
     def __init__(self, slice_bytes_max: int, slice_pieces_max: int, slices_max: int) -> None: ...

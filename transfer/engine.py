@@ -348,6 +348,7 @@ class TransferEngine(Movement, Arrivals):
     def statistics(self) -> TransferStatistics:
         """Return what was done so far."""
         self._links.service.collect()
+        self._tally.took_short_way(self._table.short_way.take_counts())
         return self._tally.snapshot(
             rails=self._links.rails(),
             immediates_received=self._board.num_received,

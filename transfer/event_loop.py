@@ -163,6 +163,10 @@ class EventLoop:
         if self._handlers.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock.fileno())
 
+    def fileno(self) -> int:
+        """The epoll, for lanes that change what it waits for themselves."""
+        return self._epoll.fileno()
+
     def _wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
 

@@ -24,6 +24,10 @@ class Gone:
     def __getattr__(self, name: str) -> NoReturn:
         raise EngineClosed(REASON)
 
+    def __call__(self, *arguments: object) -> NoReturn:
+        """Where a method of such a part was."""
+        raise EngineClosed(REASON)
+
 
 def disown(owner: object, *, keep: frozenset[str]) -> None:
     """Put `Gone` in the place of all attributes of `owner`, but those to keep."""

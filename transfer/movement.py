@@ -62,7 +62,10 @@ class Movement:
         """
         name = peer if type(peer) is str else name_of(peer)
         if type(lengths) is int and timeout_s is None:
-            at_once = self._mover.move_at_once(
+            at_once = self._mover.post_short(
+                True, name, source, target, source_offsets, target_offsets, lengths, immediate,
+                priority,
+            ) or self._mover.move_at_once(
                 name, source, target, source_offsets, target_offsets, lengths, immediate, priority,
                 write=True,
             )  # fmt: skip
@@ -87,7 +90,10 @@ class Movement:
         """Read pieces of a peer's window into our region. As `write`, in the other direction."""
         name = peer if type(peer) is str else name_of(peer)
         if type(lengths) is int and timeout_s is None:
-            at_once = self._mover.move_at_once(
+            at_once = self._mover.post_short(
+                False, name, target, source, target_offsets, source_offsets, lengths, None,
+                priority,
+            ) or self._mover.move_at_once(
                 name, target, source, target_offsets, source_offsets, lengths, None, priority,
                 write=False,
             )  # fmt: skip

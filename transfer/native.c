@@ -11,6 +11,7 @@
 #define _GNU_SOURCE
 #endif
 #include <Python.h>
+#include <structmember.h>
 
 #include <assert.h>
 #include <endian.h>
@@ -37,6 +38,9 @@
 #include "compiled/stream.c"
 #include "compiled/lane.c"
 #include "compiled/progress.c"
+#include "compiled/books.c"
+#include "compiled/message.c"
+#include "compiled/short_way.c"
 #include "compiled/server.c"
 #include "compiled/in_place.c"
 #include "compiled/served.c"
@@ -63,11 +67,16 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    PyObject *module = PyModule_Create(&definition);
-    if (!module)
+    static PyTypeObject *const types[] = {&lane_type,    &rail_load_type, &books_type,
+                                          &message_type, &short_way_type, &server_type};
+    if (!make_names())
         return NULL;
-    if (PyModule_AddType(module, &lane_type) < 0 || PyModule_AddType(module, &server_type) < 0) {
-        Py_DECREF(module);
+    PyObject *module = PyModule_Create(&definition);
+    bool added = module != NULL;
+    for (size_t i = 0; added && i < sizeof types / sizeof *types; i++)
+        added = PyModule_AddType(module, types[i]) == 0;
+    if (!added) {
+        Py_XDECREF(module);
         return NULL;
     }
     return module;

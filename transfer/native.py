@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from types import ModuleType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -167,3 +167,12 @@ else:
     process_vm_write = _native.process_vm_write
 
 COMPILED: Final = compiled is not None
+
+if TYPE_CHECKING:
+    from transfer._native import Message as Message
+elif compiled is not None:
+    Message = compiled.Message
+else:
+
+    class Message:
+        """Nothing: without the compiled part there is no short way."""

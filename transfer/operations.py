@@ -23,7 +23,6 @@ from transfer.pieces import (
 )
 from transfer.prepared import InPlace
 from transfer.priority import Priority, class_of
-from transfer.rails.express import EXPRESS_BYTES_MAX, Express
 from transfer.rails.slices import Operation
 from transfer.statistics import Tally
 from transfer.wire import RequestKind
@@ -41,6 +40,7 @@ class Mover:
 
     Attributes:
         staging: moves what has no address; set by the engine.
+        post_short: sends one piece over sockets in this thread; None if it has to go another way.
     """
 
     staging: Staging
@@ -57,6 +57,8 @@ class Mover:
         self._name = name
         self._timeout_s = timeout_s
         self._table = table
+        table.short_way.timeout_s = timeout_s
+        self.post_short = table.short_way.post
         self._board = board
         self._tally = tally
         self._local = LocalBackend(name, offers)
@@ -157,8 +159,7 @@ class Mover:
         *,
         write: bool,
     ) -> Transfer | None:
-        """Move one piece the short way: a copy where the memory is mapped already, a request that
-        leaves in this thread where it is small; None if neither can be.
+        """Copy one piece where the memory is mapped already; None if it is not.
 
         Whatever is unusual or wrong is left to `write` and `read`, which say what.
         """
@@ -175,7 +176,7 @@ class Mover:
             return None
         window = link.windows.find(key)
         if (
-            (window is None and not link.requests.express)
+            window is None
             or key.owner != peer
             or not key.rights & (WRITE if write else READ)
             or not 0 <= their_offset <= their_offset + nbytes <= key.nbytes
@@ -186,14 +187,6 @@ class Mover:
             return None
         if immediate is not None:
             check_integer("an immediate, 32-bit unsigned,", immediate, 0, IMMEDIATE_MAX)
-        if window is None:
-            if nbytes > EXPRESS_BYTES_MAX or (not write and immediate is not None):
-                return None
-            message = Express(
-                peer, write, region, key.token, our_offset, their_offset, nbytes, immediate,
-                class_of(priority, nbytes, immediate, write=write), self._timeout_s,
-            )  # fmt: skip
-            return message if link.requests.post_express(message) else None
         ours, theirs = region.start + our_offset, window.start + their_offset
         if write:
             native.copy_one(theirs, ours, nbytes)

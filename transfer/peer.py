@@ -16,6 +16,7 @@ from transfer.connections.handshake import Facts
 from transfer.errors import PeerLost, PeerUnknown
 from transfer.memory.region import Region
 from transfer.rails.deputy import Deputy
+from transfer.rails.express import make_short_way
 from transfer.rails.requests import Requests
 from transfer.rdma import RdmaPeer
 from transfer.signals import SignalChannel
@@ -193,10 +194,15 @@ def name_of(peer: str | Peer) -> str:
 
 
 class PeerTable:
-    """Links by name, the lost, and the fenced. Reads are thread-safe."""
+    """Links by name, the lost, and the fenced. Reads are thread-safe.
+
+    Attributes:
+        short_way: to those of them that take it.
+    """
 
     def __init__(self, own_name: str) -> None:
         self._own_name = own_name
+        self.short_way = make_short_way()
         self._links: dict[str, PeerLink] = {}
         self._departed: dict[str, str] = {}
         # Never forgotten: a fenced name may not come back, however late.

@@ -145,7 +145,10 @@ class Prepared:
         mover = self._mover
         if len(self._pieces) == 1 and timeout_s is None:
             ours, theirs = self._offsets
-            at_once = mover.move_at_once(
+            at_once = mover.post_short(
+                self._write, self._peer, self._region, self._key, ours, theirs, self._nbytes,
+                immediate, self._priority,
+            ) or mover.move_at_once(
                 self._peer, self._region, self._key, ours, theirs, self._nbytes, immediate,
                 self._priority, write=self._write,
             )  # fmt: skip

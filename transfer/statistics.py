@@ -9,6 +9,9 @@ from typing import Final
 
 from transfer.priority import Priority
 
+# Bytes written and read, immediates, then operations and bytes of each class.
+Counts = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+
 BACKENDS: Final = ("shared_memory", "process_memory", "verbs", "tcp", "local")
 
 
@@ -158,17 +161,19 @@ class Tally:
             self._operations[priority] += 1
             self._bytes[priority] += nbytes
 
-    def sent_express(self, nbytes: int, writes: bool, signal: bool, priority: Priority) -> None:
-        """Count a transfer over tcp that left at once: `wrote` or `read`, and `waited`."""
+    def took_short_way(self, counts: Counts) -> None:
+        """Count transfers over tcp that left at once: `wrote` and `read`, and `waited`."""
+        written, read, immediates, operations, nbytes = counts
         with self._lock:
             counters = self._backends["tcp"]
-            counters["operations"] += 1
-            counters["bytes_written" if writes else "bytes_read"] += nbytes
-            if signal:
-                counters["immediates"] += 1
-            self._operations[priority] += 1
-            self._bytes[priority] += nbytes
-            self._queued[priority] += 1
+            counters["operations"] += sum(operations)
+            counters["bytes_written"] += written
+            counters["bytes_read"] += read
+            counters["immediates"] += immediates
+            for idx in range(len(Priority)):
+                self._operations[idx] += operations[idx]
+                self._bytes[idx] += nbytes[idx]
+                self._queued[idx] += operations[idx]
 
     def waited(self, priority: Priority, seconds: float) -> None:
         """Count how long an operation waited before its first slice left."""

@@ -45,14 +45,11 @@ def progress(kind: str, lanes: Sequence[Any], timeout_s: float) -> list[tuple]:
 def post_one(
     lane: Any, item: object, head: bytes, writes: bool, address: int, offset: int, nbytes: int
 ) -> bool:
-    """Post the request of a header, of one piece, the short way."""
+    """Post the request of a header, of one piece."""
     request = parse_request(head)
     assert (request.num_pieces, request.nbytes) == (1, nbytes)
-    assert writes == (request.kind is RequestKind.WRITE)
-    return lane.post_message(
-        item, request.kind.value, request.immediate, request.transfer_id, request.oldest,
-        request.token, address, offset, nbytes,
-    )  # fmt: skip
+    numbers = np.array([[0], [offset], [nbytes]], dtype=np.int64)
+    return lane.post(item, head, writes, address, *numbers)
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

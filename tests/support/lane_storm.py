@@ -13,9 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.support.data_connections import TOKEN, header, make_lane, make_server, tcp_pair
 from transfer import native
+from transfer.memory.region import Region, RegionKey
+from transfer.rails.books import make_books, make_load
+from transfer.rails.express import make_short_way
 from transfer.wire import RequestKind
 
 NBYTES = 1 << 18
@@ -24,7 +28,7 @@ ANSWER_S = 60.0
 
 
 class Storm:
-    """Threads that post, progress, look, attach, detach, offer and withdraw."""
+    """Threads that post, wait, progress, look, attach, detach, offer and withdraw."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -36,6 +40,29 @@ class Storm:
         self.stopping = self.drained = False
         self.answered = self.posted = 0
         self.lane = self._connect()
+        self.key = RegionKey("peer", TOKEN, NBYTES, 3, False)
+        self.regions = [Region(torch.from_numpy(memory)) for memory in (self.back, self.source)]
+        self.messages: list[Any] = []
+        self.load: Any = make_load()
+        self.load.bind(self, "rail", lambda: None, self.settle)
+        self.load.carry(self.lane, (self.lane,), True)
+        self.load.open = self.load.healthy = True
+        self.load.bandwidth, self.load.bulk_bytes_max = 1e9, 1 << 30
+        self.load.bulk_bytes_max_beside_urgent = 1 << 30
+        self.books: Any = make_books([self.load])
+        self.way = make_short_way()
+        self.way.timeout_s = ANSWER_S
+        self.way.add("peer", self.books)
+
+    def progress(self, handle: object, timeout_s: float) -> bool:
+        """As of a link: others move the bytes."""
+        return False
+
+    def leave(self) -> None:
+        """Nothing is led."""
+
+    def attend(self) -> None:
+        """Others move the bytes."""
 
     def _connect(self) -> Any:
         ours, theirs = tcp_pair()
@@ -54,25 +81,41 @@ class Storm:
 
     def post(self) -> None:
         while not self.stopping:
-            self.posted += 1
-            ident, nbytes = self.posted, 1 << self.rng.randrange(18)
-            kind = self.rng.choice([RequestKind.WRITE, RequestKind.READ])
-            oldest, writes = max(ident - 1000, 1), kind is RequestKind.WRITE
-            if self.rng.random() < 0.5:
-                place = (self.source if writes else self.back).ctypes.data
-                assert self.lane.post_message(
-                    ident, kind.value, None, ident, oldest, TOKEN, place, 0, nbytes
-                )
-                self.lane.push()
+            nbytes = 1 << self.rng.randrange(18)
+            writes = self.rng.random() < 0.5
+            if self.rng.random() < 0.6:
+                self._send_message(nbytes, writes=writes)
             else:
-                head = header(kind, num_pieces=1, nbytes=nbytes, transfer_id=ident, oldest=oldest)
-                assert self._post(self.lane, ident, head, nbytes, writes=writes)
+                self._send_slice(nbytes, writes=writes)
             if self.lane.in_flight > 64:
                 time.sleep(0.001)
 
+    def _send_message(self, nbytes: int, *, writes: bool) -> None:
+        region = self.regions[writes]
+        message = self.way.post(writes, "peer", region, self.key, 0, 0, nbytes, None, None)
+        if message is None:
+            return
+        self.messages.append(message)
+        if self.rng.random() < 0.3:
+            message.wait(ANSWER_S) if self.rng.random() < 0.5 else message.wait()
+
+    def _send_slice(self, nbytes: int, *, writes: bool) -> None:
+        kind = RequestKind.WRITE if writes else RequestKind.READ
+        ident = self.books.take()
+        head = header(kind, num_pieces=1, nbytes=nbytes, transfer_id=ident,
+                      oldest=self.books.oldest)  # fmt: skip
+        self.posted += 1
+        assert self._post(self.lane, ident, head, nbytes, writes=writes)
+
+    def settle(self, finished: list[tuple[Any, int, object]], lane: object = None) -> None:
+        for ident, status, _ in finished:
+            assert status == 0
+            self.answered += 1
+            self.books.end(ident)
+
     def move(self) -> None:
         while not (self.drained or (self.stopping and not self.lane.in_flight)):
-            self.answered += len(native.compiled.progress([self.lane], 0.01))
+            self.settle(native.compiled.progress([self.lane], 0.01))
 
     def look(self) -> None:
         while not self.drained:
@@ -127,7 +170,10 @@ def main() -> int:
         thread.join(ANSWER_S)
         assert not thread.is_alive(), thread.name
     assert storm.lane.in_flight == 0
-    assert storm.answered == storm.posted > 100, (storm.answered, storm.posted)
+    assert storm.answered == storm.posted > 50, (storm.answered, storm.posted)
+    assert storm.load.messages_done == len(storm.messages) > 50
+    assert all(message.bytes_moved == message.nbytes for message in storm.messages)
+    assert len(storm.books) == storm.load.out_bytes == 0
     storm.lane.close()
     storm.server.close()
     return 0

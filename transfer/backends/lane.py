@@ -30,6 +30,10 @@ class LaneLike(Protocol):
         """Requests without an answer."""
 
     @property
+    def leader(self) -> int:
+        """Identity of the thread that leads it, 0 = none."""
+
+    @property
     def unsent(self) -> bool:
         """Whether something waits until the kernel takes it."""
 
@@ -62,23 +66,29 @@ class LaneLike(Protocol):
             ValueError: the pieces are not those of the header.
         """
 
-    def post_message(
-        self,
-        item: object,
-        kind: int,
-        immediate: int | None,
-        transfer_id: int,
-        oldest: int,
-        token: bytes,
-        address: int,
-        offset: int,
-        nbytes: int,
-        /,
-    ) -> bool:
-        """As `post`, for a write or read of one slice and one piece, at our address."""
+    def bind(self, epoll: int, change: Callable[[int], None], /) -> None:
+        """The epoll waits for it to be readable; `change` makes it wait for something else."""
 
-    def push(self) -> bool:
-        """Send what the kernel takes now; returns whether all is sent. The caller has no lock."""
+    def unbind(self) -> None:
+        """No epoll waits for it any more."""
+
+    def claim(self) -> bool:
+        """Begin to lead, in the calling thread; False if another one does, or nothing is under way.
+
+        The epoll waits for nothing then.
+        """
+
+    def leave(self, leader: int, /) -> None:
+        """End this lead (0: nobody's): the engine's thread sees to what is under way."""
+
+    def attend(self) -> None:
+        """Have the engine's thread see to it, if nobody leads."""
+
+    def watch_all(self) -> None:
+        """Have the engine's thread see to it."""
+
+    def attend_to_posted(self) -> bool:
+        """Something was posted; returns whether the engine's thread should see to it soon."""
 
     def close(self) -> list[object]:
         """Reset the connection; idempotent. No memory is touched after the return.

@@ -17,19 +17,16 @@ from typing import Final
 
 import numpy as np
 
+from transfer.backends.attendance import Attendance
 from transfer.connections.stream import LINGER_NONE
 from transfer.connections.tls_socket import TlsSocket, buffered, unsent
 from transfer.errors import ProtocolViolation
-from transfer.immediates import IMMEDIATE_MAX
 from transfer.landing import IOVEC_MAX, Landing, gather, scatter, spread
-from transfer.memory.region import TOKEN_BYTES, Bytes
+from transfer.memory.region import Bytes
 from transfer.pieces import Ints
 from transfer.wire import (
-    HAS_IMMEDIATE,
-    MAGIC,
     PLACE,
     REPLY,
-    REQUEST,
     RequestKind,
     Status,
     encode_pieces,
@@ -58,7 +55,7 @@ class _Job:
     lengths: Ints
 
 
-class PythonLane:
+class PythonLane(Attendance):
     """A lane in Python, over a descriptor or a TLS connection. Owns the socket."""
 
     def __init__(self, connection: int | TlsSocket) -> None:
@@ -93,43 +90,6 @@ class PythonLane:
     def fileno(self) -> int:
         """The socket."""
         return self._sock.fileno()
-
-    def post_message(
-        self,
-        item: object,
-        kind: int,
-        immediate: int | None,
-        transfer_id: int,
-        oldest: int,
-        token: bytes,
-        address: int,
-        offset: int,
-        nbytes: int,
-        /,
-    ) -> bool:
-        """Send a write or read of one slice and one piece."""
-        if (
-            kind not in (RequestKind.WRITE, RequestKind.READ)
-            or nbytes <= 0
-            or len(token) != TOKEN_BYTES
-            or (immediate is not None and not 0 <= immediate <= IMMEDIATE_MAX)
-            or min(transfer_id, oldest) < 0
-        ):
-            raise ValueError("neither a write nor a read of one piece")
-        writes = kind == RequestKind.WRITE
-        header = REQUEST.pack(
-            MAGIC, kind, 0 if immediate is None else HAS_IMMEDIATE, 0, 1, 1, immediate or 0,
-            nbytes, transfer_id, oldest, token,
-        )  # fmt: skip
-        numbers = np.array([[0], [offset], [nbytes]], dtype=np.int64)
-        return self.post(item, header, writes, address, *numbers)
-
-    def push(self) -> bool:
-        """Send what the kernel takes now."""
-        with self._lock:
-            if self.evidence is None:
-                self._send()
-            return not self.unsent
 
     def post(
         self,

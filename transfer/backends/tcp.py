@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, cast
+from typing import Any, Final, cast
 
-from transfer.backends.lane import LaneLike, lane_kind, tune
+from transfer.backends.lane import PYTHON, LaneLike, lane_kind, tune
 from transfer.backends.python_lane import Finished
 from transfer.connections.stream import Stream
-from transfer.event_loop import READABLE, WRITABLE, EventLoop
-from transfer.handle import DRIVE_S, Transfer
-from transfer.priority import Priority
+from transfer.event_loop import READABLE, EventLoop
+from transfer.handle import Transfer
+from transfer.rails.books import LoadLike, make_load
 from transfer.rails.express import Express
 from transfer.rails.rail import RailName, SliceSink
 from transfer.rails.slices import Slice
@@ -32,31 +32,18 @@ from transfer.wire import HAS_IMMEDIATE, MAGIC, REQUEST, RequestKind, Status
 
 # Requests of one lane without an answer.
 LANE_SLICES: Final = 64
-# So many small ones may wait for a thread to wait for them.
-UNATTENDED_MAX: Final = 4
 REDIAL_S: Final = 0.05
 STATUSES: Final = tuple(Status)
-# As integers: the compiled lane takes and gives them.
-OK: Final = Status.OK.value
-WRITE: Final = RequestKind.WRITE.value
-READ: Final = RequestKind.READ.value
 
 Dial = Callable[[Callable[[socket.socket | None], None]], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A lane in its rail.
-
-    Attributes:
-        interest: what the engine's thread waits for.
-        leader: identity of the thread that leads it, 0 = none.
-    """
+    """A lane in its rail."""
 
     lane: LaneLike
     urgent: bool
-    interest: int
-    leader: int = 0
 
 
 class TcpRail:
@@ -91,22 +78,29 @@ class TcpRail:
         self._lock = threading.RLock()
         self._entries: list[_Entry] = []
         self._carried: dict[Slice, _Entry] = {}
-        # Of bulk and of urgent lanes.
-        self._num_lanes = [1, 1]
-        self._sole: list[_Entry | None] = [None, None]
-        self._num_carried = [0, 0]
-        self._attends_soon = False
+        # Bulk and urgent ones.
+        self._own: tuple[list[_Entry], list[_Entry]] = ([], [])
+        self._load: LoadLike = make_load()
         self._dialing = False
         self._redial_at = 0.0
         self._closed = False
         self._kind = lane_kind(sock)
         self._first: socket.socket | None = sock  # becomes the lane of whoever comes first
 
+    def bind(self, load: LoadLike) -> None:
+        """Tell from here on which lanes there are."""
+        with self._lock:
+            self._load = load
+            if self._kind is not PYTHON:
+                cast("Any", load).bind(self, self.rail, self._call_soon, self._report_led)
+            self._count_lanes()
+
     def room(self, urgent: bool) -> int:
         """How many slices it would take now."""
         # A look without the lock: the sprayer asks before each slice, and its own lock keeps
         # others from posting between this and the post.
-        return LANE_SLICES * self._num_lanes[urgent] - self._num_carried[urgent]
+        own = self._own[urgent]
+        return LANE_SLICES * max(len(own), 1) - sum(entry.lane.in_flight for entry in own)
 
     def post(self, part: Slice) -> None:
         """Send a slice over the least busy lane of its kind."""
@@ -115,66 +109,23 @@ class TcpRail:
             entry = self._least_busy(urgent)
             if entry is not None and self._send(entry.lane, part):
                 self._carried[part] = entry
-                self._num_carried[entry.urgent] += 1
-                self._attend_to_posted(entry)
-                if part.operation.num_slices > 1 or entry.lane.unsent:
+                soon = entry.lane.attend_to_posted()
+                if soon or part.operation.num_slices > 1 or entry.lane.unsent:
                     self._call_soon()
                 return
         # The link is breaking: whoever finds out will say so, but not about this slice.
         self._loop.call(lambda: self._sink.failed(self, [part], "no lane"))
 
-    def post_express(self, message: Express) -> bool:
-        """Send a small one, take a large one."""
-        urgent = message.priority is Priority.ACTIVATIONS
-        with self._lock:
-            entry = self._least_busy(urgent)
-            if entry is None or not entry.lane.post_message(
-                message, WRITE if message.writes else READ, message.immediate,
-                message.transfer_id, message.oldest, message.token,
-                message.region.start + message.our_offset, message.their_offset, message.nbytes,
-            ):  # fmt: skip
-                return False
-            message.lane = entry
-            self._num_carried[entry.urgent] += 1
-            self._attend_to_posted(entry)
-        return True
-
-    def push(self, message: Express) -> None:
-        """Send of a large one what the kernel takes now."""
-        if not cast("_Entry", message.lane).lane.push():
-            self._call_soon()
-
     def progress(self, handle: Transfer, timeout_s: float) -> bool:
         """Lead the lanes that carry a transfer, until something ended. See `leave`."""
-        me = threading.get_ident()
         with self._lock:
-            found = [e for e in self._lanes_of(handle) if e.leader in (0, me) and e.lane.in_flight]
-            for entry in found:
-                entry.leader = me
-                if entry.interest:
-                    self._watch(entry, 0)
+            found = [entry for entry in self._lanes_of(handle) if entry.lane.claim()]
             if len(self._entries) > 1:
-                self._release(me, found)
+                self._release(threading.get_ident(), found)
         if not found:  # whoever has received the answer, or leads, is about to tell
             return False
         self._report(self._kind.progress([entry.lane for entry in found], timeout_s), found)
         return True
-
-    def lead(self, message: Express) -> None:
-        """`progress` and `leave` for a message that is alone, with as little as can be."""
-        entry = cast("_Entry", message.lane)
-        with self._lock:
-            if entry.leader or not entry.lane.in_flight:
-                return
-            entry.leader = threading.get_ident()
-            if entry.interest:
-                self._watch(entry, 0)
-        finished = self._kind.progress((entry.lane,), DRIVE_S)
-        with self._lock:
-            entry.leader = 0
-            if entry.lane.in_flight:
-                self._hand_over(entry)
-        self._report(finished, () if finished else (entry,))
 
     def leave(self) -> None:
         """End the leads of the calling thread: the engine's thread takes over."""
@@ -185,13 +136,12 @@ class TcpRail:
         """Let the engine's thread move the bytes of lanes that nobody leads. At every tick too."""
         with self._lock:
             for entry in self._entries:
-                if not entry.leader:
-                    self._hand_over(entry)
+                entry.lane.attend()
 
     def _attend_left(self) -> None:
         """Nobody has waited for a moment: see to what is under way without a leader."""
         with self._lock:
-            self._attends_soon = False
+            self._load.attends_soon = False
             self._release(0, ())
 
     def suspect(self, evidence: str) -> None:
@@ -228,16 +178,16 @@ class TcpRail:
             entry.lane.abandon()
 
     def _least_busy(self, urgent: bool) -> _Entry | None:
-        entry = self._sole[urgent]
-        if entry is None or (not urgent and self._num_carried[False] > 1):
+        own = self._own[urgent]
+        if len(own) != 1 or (not urgent and own[0].lane.in_flight > 1):
             return self._choose(urgent)
-        return entry
+        return own[0]
 
     def _choose(self, urgent: bool) -> _Entry | None:
         if self._first is not None:
             sock, self._first = self._first, None
             self._add(sock, urgent)
-        own = [entry for entry in self._entries if entry.urgent == urgent]
+        own = self._own[urgent]
         chosen = min(own or self._entries, key=lambda entry: entry.lane.in_flight, default=None)
         if len(own) < (1 if urgent else self._num_bulk):
             self._open_another(urgent)
@@ -260,61 +210,44 @@ class TcpRail:
 
     def _lanes_of(self, handle: Transfer) -> Sequence[_Entry]:
         if type(handle) is Express and handle.part is None:
-            return (cast("_Entry", handle.lane),)
+            return [entry for entry in self._entries if entry.lane is handle.lane]
         carried = self._carried.items()
         found = {id(entry): entry for part, entry in carried if part.operation.handle is handle}
         return list(found.values())
 
     def _lane_of(self, part: Slice) -> _Entry | None:
+        entry = self._carried.get(part)
         handle = part.operation.handle
-        if type(handle) is Express and part not in self._carried:
-            return cast("_Entry", handle.lane)
-        return self._carried.get(part)
-
-    def _attend_to_posted(self, entry: _Entry) -> None:
-        if entry.leader:
-            # It sleeps, and looks after all that is to be received, but not for room to send.
-            if entry.lane.unsent and entry.leader != threading.get_ident():
-                self._watch(entry, WRITABLE)
-            return
-        # Most likely somebody is about to wait for it, and to lead: the engine's thread would
-        # only be woken in vain.
-        if entry.interest and entry.lane.in_flight == 1:
-            self._watch(entry, 0)
-        if self._num_carried[entry.urgent] > UNATTENDED_MAX:
-            self._call_soon()
+        if entry is None and type(handle) is Express:
+            return next((e for e in self._entries if e.lane is handle.lane), None)
+        return entry
 
     def _call_soon(self) -> None:
-        if not self._attends_soon:
-            self._attends_soon = True
+        if not self._load.attends_soon:
+            self._load.attends_soon = True
             self._loop.call_soon(self._attend_left)
 
     def _release(self, me: int, kept: Sequence[_Entry]) -> None:
         for entry in self._entries:
-            if entry.leader == me and entry not in kept:
-                entry.leader = 0
-                if entry.lane.in_flight:
-                    self._hand_over(entry)
-
-    def _hand_over(self, entry: _Entry) -> None:
-        """Let the engine's thread move what is under way on a lane."""
-        self._watch(entry, READABLE | (WRITABLE if entry.lane.unsent else 0))
+            if entry not in kept:
+                entry.lane.leave(me)
 
     def _on_event(self, entry: _Entry, events: int) -> None:
         """The engine's thread: a lane is ready, and nobody leads it (or it has ended)."""
         self._report(self._kind.progress([entry.lane], 0.0), [entry])
         with self._lock:
-            if entry in self._entries and not (entry.leader and entry.lane.in_flight):
-                self._hand_over(entry)
+            if entry in self._entries and not (entry.lane.leader and entry.lane.in_flight):
+                entry.lane.watch_all()
+
+    def _report_led(self, finished: Sequence[Finished], lane: LaneLike) -> None:
+        """A thread has led a lane the short way, and this is what it could not settle itself."""
+        with self._lock:
+            led = [entry for entry in self._entries if entry.lane is lane]
+        self._report(finished, led)
 
     def _report(self, finished: Sequence[Finished], entries: Iterable[_Entry]) -> None:
         done = []
         for item, status, place in finished:
-            if type(item) is Express and status == OK:
-                with self._lock:
-                    self._num_carried[cast("_Entry", item.lane).urgent] -= 1
-                self._sink.arrived(item)
-                continue
             part = item.unfold() if type(item) is Express else cast("Slice", item)
             if place is not None:
                 part.operation.place = place
@@ -322,7 +255,7 @@ class TcpRail:
         if done:
             with self._lock:
                 for part, _ in done:
-                    self._forget(part)
+                    self._carried.pop(part, None)
             self._sink.done(self, done)
         for entry in entries:
             evidence = entry.lane.evidence
@@ -347,37 +280,33 @@ class TcpRail:
     def _add(self, sock: socket.socket, urgent: bool) -> None:
         with suppress(OSError):  # it broke already, as its lane will say
             tune(sock)
-        entry = _Entry(self._kind.make(sock), urgent, READABLE)
+        entry = _Entry(self._kind.make(sock), urgent)
         self._entries.append(entry)
-        self._count_lanes()
         self._loop.watch(entry.lane, partial(self._on_event, entry), READABLE)
+        entry.lane.bind(self._loop.fileno(), partial(self._loop.change, entry.lane))
+        self._count_lanes()
 
     def _remove(self, entry: _Entry) -> list[Slice]:
         self._entries.remove(entry)
         self._loop.unwatch(entry.lane)
+        entry.lane.unbind()
         items = entry.lane.close()
         lost = [i.unfold() if type(i) is Express else cast("Slice", i) for i in items]
         for part in lost:
-            self._forget(part)
+            self._carried.pop(part, None)
         self._count_lanes()
         return lost
 
-    def _forget(self, part: Slice) -> None:
-        entry = self._lane_of(part)
-        self._carried.pop(part, None)
-        if entry is not None:
-            self._num_carried[entry.urgent] -= 1
-
     def _count_lanes(self) -> None:
-        for kind in (False, True):
-            own = [entry for entry in self._entries if entry.urgent == kind]
-            self._num_lanes[kind] = max(len(own), 1)
-            self._sole[kind] = own[0] if len(own) == 1 else None
-
-    def _watch(self, entry: _Entry, interest: int) -> None:
-        if entry.interest != interest:
-            entry.interest = interest
-            self._loop.change(entry.lane, interest)
+        bulk = [entry for entry in self._entries if not entry.urgent]
+        urgent = [entry for entry in self._entries if entry.urgent]
+        self._own = (bulk, urgent)
+        if self._kind is not PYTHON:
+            cast("Any", self._load).carry(
+                urgent[0].lane if urgent else None,
+                tuple(entry.lane for entry in bulk),
+                len(bulk) >= self._num_bulk,
+            )
 
     def _open_another(self, urgent: bool) -> None:
         if self._dialing or self._closed or time.monotonic() < self._redial_at:

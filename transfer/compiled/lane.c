@@ -14,6 +14,7 @@ typedef struct Job {
     uint32_t slice_idx;
     uint8_t kind;
     uint8_t status;
+    bool embedded; /* it lies in its item */
     Places out, in;
     uint64_t expected; /* payload of the reply, if all is well */
     int descriptor;    /* of a map request that succeeded, -1 */
@@ -34,6 +35,11 @@ typedef struct {
     Py_ssize_t in_flight;
     char evidence[EVIDENCE_BYTES];
     Input input;
+    /* Whose turn it is to receive, guarded by the interpreter's lock: of the thread that leads, 0 if
+     * none does, or else of the engine's thread, whose epoll waits for `interest`. */
+    unsigned long leader;
+    int epoll; /* -1 = it is in none */
+    uint32_t interest;
 } Lane;
 
 static PyTypeObject lane_type;
@@ -186,10 +192,12 @@ static void leave_poll(Lane *lane)
 
 static void free_job(Job *job)
 {
+    PyObject *item = job->item;
     if (job->descriptor >= 0)
         close(job->descriptor);
-    Py_DECREF(job->item);
-    free(job);
+    if (!job->embedded)
+        free(job);
+    Py_DECREF(item);
 }
 
 static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -203,7 +211,7 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     pthread_mutex_init(&lane->mutex, NULL);
     lane->input.fd = fd;
-    lane->descriptor = -1;
+    lane->descriptor = lane->epoll = -1;
     int domain = AF_UNSPEC;
     socklen_t size = sizeof domain;
     (void)getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size);
@@ -211,38 +219,48 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)lane;
 }
 
-/* A request of n pieces, its table and its places still to be filled in. NULL with an exception
- * set. The block is the job, the places (one more for the header, one for an answer's place), then
- * the header and the table. */
-static Job *new_job(const uint8_t *header, bool writes, size_t n, uint64_t nbytes)
+/* Begin a request of n pieces, its table and its places still to be filled in. The block is the
+ * job, the places (one more for the header, one for an answer's place), then the header and the
+ * table. */
+static void fill_job(Job *job, const Request *request, const char *token, size_t n)
 {
-    Request request;
-    load_request(&request, header);
-    if (request.num_pieces != n || request.nbytes != nbytes) {
-        PyErr_SetString(PyExc_ValueError, "the pieces are not those of the header");
-        return NULL;
-    }
+    bool writes = request->kind == WRITE_REQUEST;
     size_t head_bytes = REQUEST_BYTES + 16 * n;
-    Job *job = malloc(sizeof *job + (n + 2) * sizeof(struct iovec) + head_bytes);
-    if (!job) {
-        PyErr_NoMemory();
-        return NULL;
-    }
     uint8_t *head = (uint8_t *)&job->iovecs[n + 2];
-    memcpy(head, header, REQUEST_BYTES);
+    store_request(head, request, token);
     job->iovecs[0] = (struct iovec){head, head_bytes};
     job->next = NULL;
-    job->transfer_id = request.transfer_id;
-    job->slice_idx = request.slice_idx;
-    job->kind = request.kind;
+    job->transfer_id = request->transfer_id;
+    job->slice_idx = request->slice_idx;
+    job->kind = request->kind;
+    job->embedded = false;
     job->descriptor = -1;
-    job->out = (Places){job->iovecs, writes ? n + 1 : 1, head_bytes + (writes ? nbytes : 0)};
-    job->in = (Places){job->iovecs + 1, writes ? 0 : n, writes ? 0 : nbytes};
+    job->out = (Places){job->iovecs, writes ? n + 1 : 1,
+                        head_bytes + (writes ? request->nbytes : 0)};
+    job->in = (Places){job->iovecs + 1, writes ? 0 : n, writes ? 0 : request->nbytes};
     if (job->kind == MAP_REQUEST) {
         job->iovecs[1] = (struct iovec){job->place, PLACE_BYTES};
         job->in = (Places){job->iovecs + 1, 1, PLACE_BYTES};
     }
     job->expected = job->in.nbytes;
+}
+
+/* NULL with an exception set. */
+static Job *new_job(const uint8_t *header, bool writes, size_t n, uint64_t nbytes)
+{
+    Request request;
+    load_request(&request, header);
+    if (request.num_pieces != n || request.nbytes != nbytes ||
+        writes != (request.kind == WRITE_REQUEST)) {
+        PyErr_SetString(PyExc_ValueError, "the pieces are not those of the header");
+        return NULL;
+    }
+    size_t head_bytes = REQUEST_BYTES + 16 * n;
+    Job *job = malloc(sizeof *job + (n + 2) * sizeof(struct iovec) + head_bytes);
+    if (!job)
+        PyErr_NoMemory();
+    else
+        fill_job(job, &request, (const char *)request.token, n);
     return job;
 }
 
@@ -255,32 +273,26 @@ static void set_piece(Job *job, size_t n, size_t i, uintptr_t ours, int64_t thei
     job->iovecs[i + 1] = (struct iovec){(void *)ours, (size_t)length};
 }
 
-/* Queue a job, and send it if it is small and its turn has come. */
-static PyObject *queue_job(Lane *lane, Job *job, PyObject *item)
+/* Queue a job, under the mutex, and send it if it is small and its turn has come. False if the lane
+ * is broken or closed. */
+static bool queue_job(Lane *lane, Job *job, PyObject *item)
 {
+    if (lane->closed || lane->evidence[0])
+        return false;
     job->item = Py_NewRef(item);
-    /* The interpreter's lock is kept: a small request is sent before another thread could have
-     * used it. */
-    lock_without_gil(&lane->mutex);
-    bool taken = !lane->closed && !lane->evidence[0];
-    if (taken) {
-        if (lane->last)
-            lane->last->next = job;
-        else
-            lane->first = job;
-        lane->last = job;
-        lane->in_flight++;
-        if (!lane->sending) {
-            lane->sending = job;
-            /* A large one is for a thread that has no locks to hold meanwhile. */
-            if (job->out.nbytes <= GIL_BYTES + 16 * IOVECS_MAX)
-                send_jobs(lane);
-        }
+    if (lane->last)
+        lane->last->next = job;
+    else
+        lane->first = job;
+    lane->last = job;
+    lane->in_flight++;
+    if (!lane->sending) {
+        lane->sending = job;
+        /* A large one is for a thread that has no locks to hold meanwhile. */
+        if (job->out.nbytes <= GIL_BYTES + 16 * IOVECS_MAX)
+            send_jobs(lane);
     }
-    pthread_mutex_unlock(&lane->mutex);
-    if (!taken)
-        free_job(job);
-    return PyBool_FromLong(taken);
+    return true;
 }
 
 PyDoc_STRVAR(lane_post_doc,
@@ -310,64 +322,27 @@ static PyObject *lane_post(Lane *lane, PyObject *const *args, Py_ssize_t count)
         set_piece(job, n, i, base + (uintptr_t)pieces.source[i], pieces.target[i],
                   pieces.lengths[i]);
     drop_pieces(&pieces);
-    return job ? queue_job(lane, job, args[0]) : NULL;
-}
-
-PyDoc_STRVAR(lane_post_message_doc,
-             "post_message(item, kind, immediate, transfer_id, oldest, token, address, offset, "
-             "nbytes)\n--\n\nSend a write or read of one slice and one piece. A large one is left "
-             "to `push`. Returns False if the lane is broken or closed.");
-
-static PyObject *lane_post_message(Lane *lane, PyObject *const *args, Py_ssize_t count)
-{
-    uintptr_t address;
-    char *token;
-    Py_ssize_t token_bytes;
-    if (check_count(count, 9, "post_message") || take_address(args[6], &address) ||
-        PyBytes_AsStringAndSize(args[5], &token, &token_bytes) < 0)
-        return NULL;
-    long kind = PyLong_AsLong(args[1]);
-    bool signals = args[2] != Py_None;
-    unsigned long immediate = signals ? PyLong_AsUnsignedLong(args[2]) : 0;
-    uint64_t transfer_id = PyLong_AsUnsignedLongLong(args[3]);
-    uint64_t oldest = PyLong_AsUnsignedLongLong(args[4]);
-    int64_t offset = PyLong_AsLongLong(args[7]), nbytes = PyLong_AsLongLong(args[8]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (token_bytes != TOKEN_BYTES || nbytes <= 0 || immediate > UINT32_MAX ||
-        (kind != WRITE_REQUEST && kind != READ_REQUEST)) {
-        PyErr_SetString(PyExc_ValueError, "neither a write nor a read of one piece");
-        return NULL;
-    }
-    uint8_t header[REQUEST_BYTES];
-    store_request(header, &(Request){.kind = (uint8_t)kind,
-                                     .flags = signals ? HAS_IMMEDIATE : 0,
-                                     .num_slices = 1,
-                                     .num_pieces = 1,
-                                     .immediate = (uint32_t)immediate,
-                                     .nbytes = (uint64_t)nbytes,
-                                     .transfer_id = transfer_id,
-                                     .oldest = oldest}, token);
-    Job *job = new_job(header, kind == WRITE_REQUEST, 1, (uint64_t)nbytes);
     if (!job)
         return NULL;
-    set_piece(job, 1, 0, address, offset, nbytes);
-    return queue_job(lane, job, args[0]);
+    /* The interpreter's lock is kept: a small request is sent before another thread could have
+     * used it. */
+    lock_without_gil(&lane->mutex);
+    bool taken = queue_job(lane, job, args[0]);
+    pthread_mutex_unlock(&lane->mutex);
+    if (!taken)
+        free(job);
+    return PyBool_FromLong(taken);
 }
 
-PyDoc_STRVAR(lane_push_doc, "push()\n--\n\nSend what the kernel takes now, without the "
-                            "interpreter's lock. Returns whether all is sent.");
-
-static PyObject *lane_push(Lane *lane, PyObject *ignored)
+/* Send what the kernel takes now, without the interpreter's lock. Returns whether more is left. */
+static bool push_jobs(Lane *lane)
 {
-    (void)ignored;
-    Py_BEGIN_ALLOW_THREADS
     pthread_mutex_lock(&lane->mutex);
     if (!lane->closed)
         send_jobs(lane);
+    bool unsent = lane->sending != NULL;
     pthread_mutex_unlock(&lane->mutex);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(lane->sending == NULL);
+    return unsent;
 }
 
 /* (item, status, None), or with (descriptor, offset, nbytes) for a map request. */
@@ -383,20 +358,33 @@ static PyObject *outcome_of(Job *job)
     return outcome;
 }
 
-/* Make a list of jobs that are in no queue any more, and free them. */
+/* Settle what a job carried, if that can be done here: 1. 0 if not, -1 with an exception. */
+static int settle_job(Job *job);
+
+/* Settle jobs that are in no queue any more, or make a list of them, and free them. */
 static PyObject *hand_over(Job *job)
 {
     PyObject *list = PyList_New(0);
+    PyObject *kind = NULL, *value = NULL, *trace = NULL;
     while (job) {
         Job *next = job->next;
-        PyObject *outcome = list ? outcome_of(job) : NULL;
-        if (list && (!outcome || PyList_Append(list, outcome) < 0))
+        int settled = list ? settle_job(job) : 0;
+        if (settled < 0 && !kind) /* told at the end: the others have ended too */
+            PyErr_Fetch(&kind, &value, &trace);
+        else if (settled < 0)
+            PyErr_Clear();
+        PyObject *outcome = list && !settled ? outcome_of(job) : NULL;
+        if (list && !settled && (!outcome || PyList_Append(list, outcome) < 0))
             Py_CLEAR(list);
         Py_XDECREF(outcome);
         free_job(job);
         job = next;
     }
-    return list;
+    if (!kind)
+        return list;
+    Py_XDECREF(list);
+    PyErr_Restore(kind, value, trace);
+    return NULL;
 }
 
 PyDoc_STRVAR(lane_close_doc,
@@ -500,13 +488,158 @@ JUST_A_LOOK static PyObject *lane_unsent(Lane *lane, void *ignored)
     return PyBool_FromLong(lane->sending != NULL);
 }
 
+JUST_A_LOOK static Py_ssize_t look_in_flight(const Lane *lane)
+{
+    return lane->in_flight;
+}
+
+JUST_A_LOOK static bool look_unsent(const Lane *lane)
+{
+    return lane->sending != NULL;
+}
+
+JUST_A_LOOK static bool look_evidence(const Lane *lane)
+{
+    return lane->evidence[0] != 0;
+}
+
+/* ---- whose turn it is to receive */
+
+static void watch(Lane *lane, uint32_t interest)
+{
+    if (lane->epoll < 0 || lane->interest == interest)
+        return;
+    struct epoll_event event = {.events = interest, .data.fd = lane->input.fd};
+    lane->interest = interest;
+    (void)epoll_ctl(lane->epoll, EPOLL_CTL_MOD, lane->input.fd, &event);
+}
+
+/* Let the engine's thread move what is under way. */
+static void watch_all(Lane *lane)
+{
+    watch(lane, EPOLLIN | (look_unsent(lane) ? EPOLLOUT : 0));
+}
+
+/* Begin to lead, unless somebody else does or there is nothing to receive. */
+static bool claim(Lane *lane)
+{
+    unsigned long me = PyThread_get_thread_ident();
+    if ((lane->leader && lane->leader != me) || !look_in_flight(lane))
+        return false;
+    lane->leader = me;
+    watch(lane, 0);
+    return true;
+}
+
+static void release_lead(Lane *lane)
+{
+    lane->leader = 0;
+    if (look_in_flight(lane))
+        watch_all(lane);
+}
+
+/* So many small ones may wait for a thread to wait for them. */
+#define UNATTENDED_MAX 4
+
+/* Something was posted. Returns whether the engine's thread should see to it soon. */
+static bool attend_to_posted(Lane *lane)
+{
+    if (lane->leader) {
+        /* It sleeps, and looks after all that is to be received, but not for room to send. */
+        if (look_unsent(lane) && lane->leader != PyThread_get_thread_ident())
+            watch(lane, EPOLLOUT);
+        return false;
+    }
+    /* Most likely somebody is about to wait for it, and to lead: the engine's thread would only be
+     * woken in vain. */
+    if (look_in_flight(lane) == 1)
+        watch(lane, 0);
+    return look_in_flight(lane) > UNATTENDED_MAX;
+}
+
+PyDoc_STRVAR(lane_bind_doc,
+             "bind(epoll, change)\n--\n\nIts descriptor is in an epoll now, and waited for in it to "
+             "be readable. (`change` is for lanes in Python.)");
+
+static PyObject *lane_bind(Lane *lane, PyObject *const *args, Py_ssize_t count)
+{
+    if (check_count(count, 2, "bind") < 0)
+        return NULL;
+    long epoll = PyLong_AsLong(args[0]);
+    if (epoll == -1 && PyErr_Occurred())
+        return NULL;
+    lane->epoll = (int)epoll;
+    lane->interest = EPOLLIN;
+    Py_RETURN_NONE;
+}
+
+static PyObject *lane_unbind(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    lane->epoll = -1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *lane_claim(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    return PyBool_FromLong(claim(lane));
+}
+
+static PyObject *lane_leave(Lane *lane, PyObject *ident)
+{
+    unsigned long leader = PyLong_AsUnsignedLong(ident);
+    if (leader == (unsigned long)-1 && PyErr_Occurred())
+        return NULL;
+    if (lane->leader == leader)
+        release_lead(lane);
+    Py_RETURN_NONE;
+}
+
+static PyObject *lane_attend(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    if (!lane->leader)
+        watch_all(lane);
+    Py_RETURN_NONE;
+}
+
+static PyObject *lane_watch_all(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    watch_all(lane);
+    Py_RETURN_NONE;
+}
+
+static PyObject *lane_attend_to_posted(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    return PyBool_FromLong(attend_to_posted(lane));
+}
+
+static PyObject *lane_leader(Lane *lane, void *ignored)
+{
+    (void)ignored;
+    return PyLong_FromUnsignedLong(lane->leader);
+}
+
 static PyMethodDef lane_methods[] = {
     {"post", (PyCFunction)(void (*)(void))lane_post, METH_FASTCALL, lane_post_doc},
-    {"post_message", (PyCFunction)(void (*)(void))lane_post_message, METH_FASTCALL,
-     lane_post_message_doc},
-    {"push", (PyCFunction)lane_push, METH_NOARGS, lane_push_doc},
     {"close", (PyCFunction)lane_close, METH_NOARGS, lane_close_doc},
     {"abandon", (PyCFunction)lane_abandon, METH_NOARGS, lane_abandon_doc},
+    {"bind", (PyCFunction)(void (*)(void))lane_bind, METH_FASTCALL, lane_bind_doc},
+    {"unbind", (PyCFunction)lane_unbind, METH_NOARGS, "unbind()\n--\n\nIt is in none any more."},
+    {"claim", (PyCFunction)lane_claim, METH_NOARGS,
+     "claim()\n--\n\nBegin to lead; False if another thread does, or nothing is under way."},
+    {"leave", (PyCFunction)lane_leave, METH_O,
+     "leave(leader)\n--\n\nEnd this lead: the engine's thread sees to what is under way."},
+    {"attend", (PyCFunction)lane_attend, METH_NOARGS,
+     "attend()\n--\n\nHave the engine's thread see to it, if nobody leads."},
+    {"watch_all", (PyCFunction)lane_watch_all, METH_NOARGS,
+     "watch_all()\n--\n\nHave the engine's thread see to it."},
+    {"attend_to_posted", (PyCFunction)lane_attend_to_posted, METH_NOARGS,
+     "attend_to_posted()\n--\n\nSomething was posted; returns whether the engine's thread should "
+     "see to it soon."},
     {"fileno", (PyCFunction)lane_fileno, METH_NOARGS, "fileno()\n--\n\nThe socket, -1 if closed."},
     {NULL, NULL, 0, NULL},
 };
@@ -514,6 +647,7 @@ static PyMethodDef lane_methods[] = {
 static PyGetSetDef lane_properties[] = {
     {"evidence", (getter)lane_evidence, NULL, "Why it can be used no more, None if it can.", NULL},
     {"in_flight", (getter)lane_in_flight, NULL, "Requests without an answer.", NULL},
+    {"leader", (getter)lane_leader, NULL, "The thread that leads it, 0 = none.", NULL},
     {"unsent", (getter)lane_unsent, NULL, "Whether something waits for the kernel.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

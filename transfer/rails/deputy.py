@@ -54,7 +54,7 @@ class Replaceable(Requests):
     @property
     def any_open(self) -> bool:
         """Whether a link stands over any rail, be it only to settle what it had."""
-        return any(rail.open for rail in self._core.rails)
+        return any(rail.is_open for rail in self._core.rails)
 
     def submit(self, operation: Operation, pieces: Pieces) -> None:
         """Take an operation, or have the deputy take it; as of `Requests`."""

@@ -1,87 +1,39 @@
 """The short way: one piece that travels as one request, with next to no books.
 
 Most transfers of a running system are one piece, and nothing goes wrong with them. Such a one is
-a single object, handle and request in one, that the lane gives back when it is answered. Only
-when it meets trouble (a connection breaks, its deadline comes, the owner refuses) is it unfolded
-into the operation and the slice that it would have been the long way, and treated as these are.
+a single object, handle and request in one; one compiled call checks, numbers and sends it, one
+waits for it and settles it (`compiled/message.c`). Only when it meets trouble (a connection
+breaks, its deadline comes, the owner refuses) is it unfolded into the operation and the slice that
+it would have been the long way, and treated as these are.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Callable
+from typing import Final, Protocol
 
+from transfer import native
 from transfer.handle import Transfer
-from transfer.memory.region import Region
+from transfer.memory.region import Region, RegionKey
 from transfer.pieces import one_piece
-from transfer.priority import Priority
+from transfer.priority import URGENT_BYTES_MAX, Priority
+from transfer.rails.books import BooksLike
 from transfer.rails.slices import Operation, Slice
+from transfer.statistics import Counts
 from transfer.wire import SLICE_BYTES, RequestKind
-
-if TYPE_CHECKING:
-    from transfer.rails.rail import ExpressLink
 
 EXPRESS_BYTES_MAX: Final = SLICE_BYTES
 
 
-class Express(Transfer):
+class Express(native.Message, Transfer):
     """A transfer of one piece over one rail to a peer.
 
     Attributes:
-        writes: whether it is a write.
-        token: names the owner's window.
-        region: our memory.
-        our_offset, their_offset: bytes into the region and the window.
-        immediate: counted at the owner once the bytes are in place.
-        priority: its class of traffic.
-        transfer_id: unique per peer, ascending.
-        rail_idx: which rail it took.
-        rails: tiers of rails that suit our memory, as of an `Operation`.
-        oldest: lowest transfer id that was unfinished when it was posted.
-        lane: what carries it; the link's own.
         part: its slice, once it was unfolded.
     """
 
-    transfer_id = 0
-    rail_idx = 0
-    rails: tuple[tuple[int, ...], ...] = ()
-    oldest = 0
-    lane: object = None
     part: Slice | None = None
-
-    def __init__(
-        self,
-        peer: str,
-        writes: bool,
-        region: Region,
-        token: bytes,
-        our_offset: int,
-        their_offset: int,
-        nbytes: int,
-        immediate: int | None,
-        priority: Priority,
-        timeout_s: float,
-    ) -> None:
-        self.peer = peer
-        self.writes = writes
-        self.operation = "write" if writes else "read"
-        self.region = region
-        self.token = token
-        self.our_offset = our_offset
-        self.their_offset = their_offset
-        self.nbytes = nbytes
-        self.immediate = immediate
-        self.priority = priority
-        self.started = now = time.monotonic()
-        self.deadline = now + timeout_s
-        self._lock = threading.Lock()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """As of any transfer; its lane is led the short way first."""
-        if not self._finished and timeout_s is None and self.link is not None:
-            cast("ExpressLink", self.link).lead(self)
-        super().wait(timeout_s)
+    wait_long = Transfer.wait
 
     @property
     def handle(self) -> Transfer:
@@ -106,5 +58,74 @@ class Express(Transfer):
             part = Slice(operation, 0, pieces, self.nbytes, attempts=1, oldest=self.oldest)
             part.posted_at = self.started
             operation.slices.append(part)
-            self.part = part
+            # Two threads may find out at once: one slice is the right one for both.
+            self.__dict__.setdefault("part", part)
+        assert self.part is not None
         return self.part
+
+
+Post = Callable[
+    [bool, str, Region, RegionKey, object, object, object, int | None, Priority | None],
+    Transfer | None,
+]
+
+
+class ShortWayLike(Protocol):
+    """The short ways of an engine to its peers. Thread-safe.
+
+    Attributes:
+        timeout_s: of every transfer.
+    """
+
+    timeout_s: float
+
+    @property
+    def post(self) -> Post:
+        """Send one piece at once: (writes, peer, region, key, our offset, their offset, nbytes,
+        immediate, priority). None if it has to go the long way.
+        """
+
+    def add(self, peer: str, books: BooksLike, /) -> None:
+        """Open the short way to a peer."""
+
+    def remove(self, peer: str, books: BooksLike, /) -> None:
+        """Close it, if it is still these books'; idempotent."""
+
+    def take_counts(self) -> Counts:
+        """Return what was posted since the last call: bytes written and read, immediates, then
+        operations and bytes of each class.
+        """
+
+
+class NoShortWay:
+    """Without the compiled part everything goes the long way."""
+
+    timeout_s = 0.0
+
+    def post(self, *arguments: object) -> None:
+        """Take nothing."""
+
+    def add(self, peer: str, books: BooksLike, /) -> None:
+        """There is none."""
+
+    def remove(self, peer: str, books: BooksLike, /) -> None:
+        """There is none."""
+
+    def take_counts(self) -> Counts:
+        """Return zeros."""
+        return 0, 0, 0, (0,) * len(Priority), (0,) * len(Priority)
+
+
+def make_short_way() -> ShortWayLike:
+    """Return the short ways of an engine."""
+    if native.compiled is None:
+        return NoShortWay()
+    way: ShortWayLike = native.compiled.ShortWay(
+        region=Region,
+        key=RegionKey,
+        made=Express,
+        priorities=tuple(Priority),
+        nbytes_max=EXPRESS_BYTES_MAX,
+        urgent_bytes_max=URGENT_BYTES_MAX,
+    )
+    return way

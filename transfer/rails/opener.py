@@ -136,6 +136,8 @@ class RailOpener:
             shares=shares_of(self._config),
             open_rail=open_rail,
             orders_immediates=not verbs,
+            # Over a unix socket goes only what cannot be mapped.
+            short_way=self._table.short_way if backend == "tcp" and kind is Requests else None,
         )
         return requests
 

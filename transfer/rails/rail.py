@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from transfer.handle import Transfer
-from transfer.rails.express import Express
+from transfer.rails.books import LoadLike
 from transfer.rails.slices import Slice
 from transfer.wire import Status
 
@@ -120,16 +120,10 @@ class RailLink(Protocol):
 
 
 class ExpressLink(RailLink, Protocol):
-    """A link that also takes the short way."""
+    """A link whose lanes also take the short way."""
 
-    def post_express(self, message: Express) -> bool:
-        """Send a small one, take a large one; never blocks. False if there is no lane for it."""
-
-    def lead(self, message: Express) -> None:
-        """In the thread that waits for it, move the bytes of its lane until something ended."""
-
-    def push(self, message: Express) -> None:
-        """Send of a large one what the kernel takes now. The caller holds no lock."""
+    def bind(self, load: LoadLike) -> None:
+        """Tell from here on which lanes there are."""
 
 
 class SliceSink(Protocol):
@@ -137,9 +131,6 @@ class SliceSink(Protocol):
 
     def done(self, link: RailLink, finished: Sequence[tuple[Slice, Status]]) -> None:
         """Slices were answered by the owner, well or with a refusal. At most once per post."""
-
-    def arrived(self, message: Express) -> None:
-        """A transfer of the short way was answered, and well."""
 
     def failed(self, link: RailLink, slices: Sequence[Slice], evidence: str) -> None:
         """Slices were lost, and the link goes on (one of its connections broke)."""

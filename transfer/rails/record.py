@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from transfer.rails.books import LoadLike, make_load
+from transfer.rails.bulk import URGENT_MEMORY_S, bulk_bytes_max
 from transfer.rails.rail import RailName, RailState
 from transfer.rails.slices import Slice
 from transfer.statistics import RailStatistics
@@ -37,13 +39,11 @@ class RailRecord:
     Attributes:
         idx: its place among the peer's rails.
         name: which way; None until it was open once.
-        open: whether a link stands.
+        load: what the books know about it: whether it may be used, and how busy it is.
         opening: whether one is being made.
         repeats: whether its slices may be sent elsewhere while they are still under way here.
-        state: its health.
+        state: its health; changed by `become`.
         out: slices under way, in order of posting.
-        out_bytes: their bytes.
-        urgent_bytes: those of the urgent among them.
         bandwidth: estimate, bytes/s; `measured` tells whether it is more than a guess.
         measured_at: time of the last sample, or of the last try to get one.
         progressed_at: time of the last completion, or of the post that ended its idleness.
@@ -58,13 +58,11 @@ class RailRecord:
 
     idx: int
     name: RailName | None = None
-    open: bool = False
+    load: LoadLike = field(default_factory=make_load)
     opening: bool = False
     repeats: bool = True
     state: RailState = RailState.HEALTHY
     out: dict[Slice, None] = field(default_factory=dict)
-    out_bytes: int = 0
-    urgent_bytes: int = 0
     bandwidth: float = BANDWIDTH_GUESS
     measured: bool = False
     measured_at: float = 0.0
@@ -85,10 +83,38 @@ class RailRecord:
     sample_bytes: int = 0
     sample_start: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.load.healthy = True
+        self._tell_bandwidth()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a link stands."""
+        return self.load.open
+
+    @is_open.setter
+    def is_open(self, value: bool) -> None:
+        self.load.open = value
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes under way, in slices and in messages."""
+        return self.load.out_bytes
+
+    @property
+    def urgent_bytes(self) -> int:
+        """Those of the urgent among them."""
+        return self.load.urgent_bytes
+
+    def become(self, state: RailState) -> None:
+        """Change its health."""
+        self.state = state
+        self.load.healthy = state is RailState.HEALTHY
+
     @property
     def usable(self) -> bool:
         """Whether slices may be posted now."""
-        if not self.open or self.state is RailState.COOLING:
+        if not self.is_open or self.state is RailState.COOLING:
             return False
         return self.state is RailState.HEALTHY or not self.out
 
@@ -98,30 +124,14 @@ class RailRecord:
             self.progressed_at = self.sample_start = now
             self.sample_bytes = 0
         self.out[part] = None
-        self.out_bytes += part.nbytes
-        if part.urgent:
-            self.urgent_bytes += part.nbytes
-
-    def carry(self, nbytes: int, urgent: bool) -> None:
-        """Note bytes under way that are in no slice."""
-        self.out_bytes += nbytes
-        if urgent:
-            self.urgent_bytes += nbytes
-
-    def drop(self, nbytes: int, urgent: bool) -> None:
-        """Note that such bytes are not under way any more."""
-        self.out_bytes -= nbytes
-        if urgent:
-            self.urgent_bytes -= nbytes
+        self.load.add(part.nbytes, part.urgent)
 
     def forget(self, part: Slice) -> bool:
         """Note that a slice is not under way any more; False if it was not."""
         if part not in self.out:
             return False
         del self.out[part]
-        self.out_bytes -= part.nbytes
-        if part.urgent:
-            self.urgent_bytes -= part.nbytes
+        self.load.add(-part.nbytes, part.urgent)
         return True
 
     def complete(self, part: Slice, now: float) -> None:
@@ -139,7 +149,7 @@ class RailRecord:
         elif self.stall_s > self.stall_s_min and now - self.alarmed_at > CALM_S:
             self.stall_s = max(self.stall_s / 2, self.stall_s_min)
             self.alarmed_at = now
-        self.state = RailState.HEALTHY
+        self.become(RailState.HEALTHY)
         self.backoff_s = BACKOFF_S
         self._measure(part.nbytes, now)
 
@@ -151,7 +161,7 @@ class RailRecord:
         self.failures += 1
         self.cooled_at = now
         self.failed_at = now
-        self.state = RailState.COOLING
+        self.become(RailState.COOLING)
         self.cooling_until = now + self.backoff_s
         self.backoff_s = min(2 * self.backoff_s, BACKOFF_S_MAX)
         return list(self.out)
@@ -164,11 +174,11 @@ class RailRecord:
 
     def is_silent(self, now: float) -> bool:
         """Whether bytes are out and nothing has come to its end for too long."""
-        if not self.out or not self.open:
+        if not self.out or not self.is_open:
             return False
         smallest = min(part.nbytes for part in self.out)
         patience = max(self.stall_s, STALL_SLICES * smallest / self.bandwidth)
-        return now - self.progressed_at > patience
+        return now - max(self.progressed_at, self.load.progressed_at) > patience
 
     def statistics(self, peer: str) -> RailStatistics:
         """Return what can be told about it."""
@@ -176,9 +186,9 @@ class RailRecord:
             peer=peer,
             rail=str(self.name),
             state=self.state.value,
-            open=self.open,
-            bytes=self.bytes_done,
-            slices=self.slices_done,
+            open=self.is_open,
+            bytes=self.bytes_done + self.load.bytes_done,
+            slices=self.slices_done + self.load.messages_done,
             bandwidth=self.bandwidth if self.measured else 0.0,
             failures=self.failures,
             retries=self.retries,
@@ -196,4 +206,11 @@ class RailRecord:
         weight = SAMPLE_WEIGHT if self.measured else 1.0
         self.bandwidth += weight * (sample - self.bandwidth)
         self.measured, self.measured_at = True, now
+        self._tell_bandwidth()
         self.sample_start, self.sample_bytes = now, 0
+
+    def _tell_bandwidth(self) -> None:
+        load, bandwidth = self.load, self.bandwidth
+        load.bandwidth = bandwidth
+        load.bulk_bytes_max = int(bulk_bytes_max(bandwidth, URGENT_MEMORY_S))
+        load.bulk_bytes_max_beside_urgent = int(bulk_bytes_max(bandwidth, 0.0))

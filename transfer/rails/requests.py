@@ -18,8 +18,8 @@ from transfer.errors import TransferError
 from transfer.event_loop import EventLoop
 from transfer.memory.region import Region
 from transfer.pieces import Pieces
-from transfer.priority import URGENT_BYTES_MAX, Priority
-from transfer.rails.express import Express
+from transfer.priority import Priority
+from transfer.rails.express import Express, ShortWayLike
 from transfer.rails.outcomes import loss, refusal
 from transfer.rails.rail import ExpressLink, RailLink
 from transfer.rails.record import STALL_S_ENDING, RailRecord
@@ -44,6 +44,7 @@ class Requests:
             thread with the link or with None. Called on the engine's thread.
         shares: weights of the classes of traffic.
         orders_immediates: whether the rails' links do.
+        short_way: the engine's; None where nothing takes it to this peer.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Requests:
         shares: Mapping[Priority, float],
         open_rail: Callable[[int, Callable[[RailLink | None], None]], None],
         orders_immediates: bool = True,
+        short_way: ShortWayLike | None = None,
     ) -> None:
         self.peer = peer
         self._orders_immediates = orders_immediates
@@ -68,11 +70,15 @@ class Requests:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._links: list[RailLink | None] = [None] * num_rails
-        self._core = SprayCore(num_rails, shares=shares, room=self._room)
+        self._short_way = short_way
+        self._core = SprayCore(
+            num_rails,
+            shares=shares,
+            room=self._room,
+            prefer=self._prefer,
+            on_room=self._on_room,
+        )
         self._closed: TransferError | None = None
-        self._awaited = False  # whether anybody may be waiting for a turn
-        # Whether the rails' links take the short way.
-        self.express = False
         self.tally = tally
 
     def submit(self, operation: Operation, pieces: Pieces) -> None:
@@ -104,29 +110,6 @@ class Requests:
             core.enqueue(operation)
             self._pump(now)
 
-    def post_express(self, message: Express) -> bool:
-        """Take a transfer the short way; False if it has to go the long one.
-
-        Nothing is queued, and a rail is well.
-        """
-        core = self._core
-        if self._prefer is not None:
-            message.rails = self._prefer(message.region)
-        with self._lock:
-            if self._is_full or not core.post_express(message):
-                return False
-            link = cast("ExpressLink", self._links[message.rail_idx])
-            message.rail = link.rail
-            message.link = link
-            if not link.post_express(message):
-                core.take_back(message)
-                return False
-        self.tally.sent_express(message.nbytes, message.writes, message.immediate is not None,
-                                message.priority)  # fmt: skip
-        if message.nbytes > URGENT_BYTES_MAX:
-            link.push(message)
-        return True
-
     @property
     def num_failures(self) -> int:
         """How often its rails have failed. A look, without the lock."""
@@ -135,7 +118,7 @@ class Requests:
     @property
     def num_slices_done(self) -> int:
         """How many slices its rails have brought to their end. A look, without the lock."""
-        return sum(rail.slices_done for rail in self._core.rails)
+        return sum(rail.slices_done + rail.load.messages_done for rail in self._core.rails)
 
     def expire(self, now: float) -> None:
         """Fail what is late, move what has stalled, open what is to be opened. At every tick."""
@@ -155,6 +138,7 @@ class Requests:
                 if link is not None:
                     link.attend()
             self._pump(now)
+            self._resume()
         self._report(ended)
 
     def open_rails(self) -> None:
@@ -165,14 +149,16 @@ class Requests:
 
     def close(self, error: TransferError) -> None:
         """Fail everything, now and from now on. On the engine's thread."""
+        if self._short_way is not None:
+            self._short_way.remove(self.peer, self._core.books)
         with self._lock:
             self._closed = error
             self._core.unfold_all()
-            operations = cast("list[Operation]", list(self._core.operations.values()))
+            operations = list(self._core.operations.values())
             ended = [self._end(op, loss(op.handle, error)) for op in operations]
             for rail in self._core.rails:
                 self._drop_link(rail)
-                rail.open = False
+                rail.is_open = False
             self._changed.notify_all()
         self._report(ended)
 
@@ -180,6 +166,9 @@ class Requests:
         """Close the descriptors only: the way out after a fork."""
         for operation in list(self._core.operations.values()):
             operation.handle.abandon()
+        for message in self._core.books.messages():
+            self._core.books.pull(message)  # it must not look at its lane any more
+            message.abandon()
         for link in self._links:
             if link is not None:
                 link.abandon()
@@ -207,21 +196,6 @@ class Requests:
                 self._pump(now)
         self._report(ended)
 
-    def arrived(self, message: Express) -> None:
-        """A transfer of the short way was answered, and well."""
-        core = self._core
-        with self._lock:
-            if message.part is None:
-                core.finish_express(message)
-                self._call_waiting()
-                if core.num_queued:
-                    self._pump(time.monotonic())
-        if message.part is not None:  # it met trouble, but has come through
-            self.done(cast("RailLink", message.link), [(message.part, Status.OK)])
-            return
-        message.bytes_moved = message.nbytes
-        message.finish()
-
     def failed(self, link: RailLink, slices: Sequence[Slice], evidence: str) -> None:
         """Slices were lost, the link goes on."""
         with self._lock:
@@ -241,23 +215,38 @@ class Requests:
                 self._links[rail.idx] = None
                 self._tell(rail, evidence, self._core.break_rail(rail, now))
                 self._pump(now)
+            self._resume()
+
+    def _resume(self) -> None:
+        """All that was under way the short way is unfolded where that had to be."""
+        if self._closed is None:
+            self._core.resume()
+
+    def _on_room(self) -> None:
+        """A message has ended: whoever waited for that may go on."""
+        self._call_waiting()
+        with self._lock:
+            self._pump(time.monotonic())
 
     @property
     def _is_full(self) -> bool:
-        return len(self._core.operations) >= OPERATIONS_MAX or self._core.numbers.is_exhausted
+        books = self._core.books
+        return len(books) >= OPERATIONS_MAX or books.is_exhausted
 
     def _call_waiting(self) -> None:
-        if self._awaited:
+        if self._core.books.awaited:
             with self._changed:
-                self._awaited = False
+                self._core.books.awaited = False
                 self._changed.notify_all()
 
     def _await_turn(self, operation: Operation) -> None:
+        # First of all: what ends from here on, ends for us too.
+        self._core.books.awaited = True
         while self._closed is None and self._is_full:
-            self._awaited = True
             remaining = operation.handle.deadline - time.monotonic()
             if remaining <= 0 or self._loop.is_current or not self._changed.wait(remaining):
                 raise operation.handle.timed_out()
+            self._core.books.awaited = True
         if self._closed is not None:
             raise self._closed
 
@@ -289,7 +278,7 @@ class Requests:
         handle = part.operation.handle
         if part.idx == 0 and part.attempts == 1:
             self.tally.waited(part.operation.priority, part.posted_at - part.operation.queued_at)
-        part.oldest = self._core.oldest
+        part.oldest = self._core.books.oldest
         handle.attempts = max(handle.attempts, part.attempts)
         handle.rail = rail.name
         if part.operation.num_slices == 1 or len(self._links) == 1:
@@ -312,7 +301,9 @@ class Requests:
                 return
             rail.name = link.rail
             self._links[rail.idx] = link
-            self.express = link.orders_immediates
+            if self._short_way is not None:
+                cast("ExpressLink", link).bind(rail.load)
+                self._short_way.add(self.peer, self._core.books)
             rail.repeats = link.drops_late_writes
             if not rail.repeats:
                 rail.stall_s_min = STALL_S_ENDING

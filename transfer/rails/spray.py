@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from transfer.memory.region import Region
 from transfer.priority import Priority
-from transfer.rails.bulk import bulk_bytes_max
+from transfer.rails.books import Tiers, make_books
+from transfer.rails.bulk import URGENT_MEMORY_S
 from transfer.rails.express import Express
-from transfer.rails.numbering import Numbering
 from transfer.rails.rail import RailState
 from transfer.rails.record import STALL_S, RailRecord
 from transfer.rails.slices import Operation, Slice
@@ -54,6 +55,7 @@ class SprayCore:
         num_rails: how many rails lead to the peer.
         shares: weight of each class.
         room: how many slices a rail's link would take: (rail, urgent) -> number.
+        prefer, on_room: of the books.
     """
 
     def __init__(
@@ -62,21 +64,20 @@ class SprayCore:
         *,
         shares: Mapping[Priority, float],
         room: Callable[[int, bool], int],
+        prefer: Callable[[Region], Tiers] | None = None,
+        on_room: Callable[[], None] | None = None,
     ) -> None:
         self.rails = [RailRecord(idx=i) for i in range(num_rails)]
         self._classes = [_Class(priority, shares[priority]) for priority in Priority]
         self._room = room
         self._virtual = 0.0
-        self._urgent_at = float("-inf")
-        # By transfer id, ascending: who is submitted later has the larger one.
-        self.operations: dict[int, Operation | Express] = {}
-        self.numbers = Numbering(self.operations)
-        self.num_queued = 0
+        self.operations: dict[int, Operation] = {}
+        self.books = make_books([rail.load for rail in self.rails], prefer=prefer, on_room=on_room)
 
     @property
-    def oldest(self) -> int:
-        """Lowest transfer id that is unfinished."""
-        return self.numbers.oldest
+    def num_queued(self) -> int:
+        """How many slices wait for a rail."""
+        return self.books.num_queued
 
     @property
     def slice_bytes(self) -> int:
@@ -91,7 +92,7 @@ class SprayCore:
 
     def add(self, operation: Operation) -> None:
         """Take an operation and number it."""
-        operation.transfer_id = self.numbers.take()
+        operation.transfer_id = self.books.take()
         self.operations[operation.transfer_id] = operation
 
     def enqueue(self, operation: Operation) -> None:
@@ -102,7 +103,7 @@ class SprayCore:
         for part in parts:
             part.queued = True
         waiting.queue.extend(parts)
-        self.num_queued += len(parts)
+        self.books.num_queued += len(parts)
 
     def next(self, now: float) -> tuple[Slice, RailRecord] | None:
         """Take the slice that goes out next and note it under way; None if none can now."""
@@ -124,73 +125,45 @@ class SprayCore:
                 continue
             waiting.queue.popleft()
             part.queued = False
-            self.num_queued -= 1
+            self.books.num_queued -= 1
             self._post(part, rail, waiting, now)
             return part, rail
         return None
 
     def post_at_once(self, part: Slice, now: float) -> RailRecord | None:
         """Let the only slice of an operation overtake the empty queue, if a rail has room."""
-        rail = None if self.num_queued else self.choose(part, now)
+        rail = None if self.books.num_queued else self.choose(part, now)
         if rail is not None:
             waiting = self._classes[part.operation.priority]
             self._begin(waiting)
             self._post(part, rail, waiting, now)
         return rail
 
-    def post_express(self, message: Express) -> bool:
-        """Take a transfer if a rail is well and nothing is queued. Bulk over several is spread."""
-        urgent = message.priority is Priority.ACTIVATIONS
-        rail = self.rails[0] if len(self.rails) == 1 else self._fastest(message)
-        if rail is None or self.num_queued or rail.state is not RailState.HEALTHY or not rail.open:
-            return False
-        if urgent:
-            self._urgent_at = message.started
-        elif not self._bulk_fits(rail, message.nbytes, message.started):
-            return False
-        rail.carry(message.nbytes, urgent)
-        message.rail_idx = rail.idx
-        message.transfer_id = number = self.numbers.take()
-        self.operations[number] = message
-        message.oldest = next(iter(self.operations))
-        return True
-
-    def finish_express(self, message: Express) -> None:
-        """It was answered, and well."""
-        self.take_back(message)
-        rail = self.rails[message.rail_idx]
-        rail.slices_done += 1
-        rail.bytes_done += message.nbytes
-        # Not later than now, and the clock need not be asked.
-        rail.progressed_at = max(rail.progressed_at, message.started)
-
-    def take_back(self, message: Express) -> None:
-        """It is not under way any more, or never was."""
-        del self.operations[message.transfer_id]
-        urgent = message.priority is Priority.ACTIVATIONS
-        self.rails[message.rail_idx].drop(message.nbytes, urgent)
-
     def unfold(self, message: Express) -> Operation:
         """Keep the books of any other operation for one that has met trouble; idempotent."""
         part = message.unfold()
-        if self.operations.get(message.transfer_id) is message:
+        if self.books.pull(message):
             self.operations[message.transfer_id] = part.operation
-            rail = self.rails[message.rail_idx]
-            rail.drop(message.nbytes, part.urgent)
-            rail.post(part, message.started)
+            for rail in self.rails:
+                if rail.load is message.load:
+                    rail.post(part, message.started)
         return part.operation
 
     def unfold_slow(self, now: float) -> None:
         """Do so for those that may have stalled, where there is another rail to go to."""
         if len(self.rails) > 1:
-            for message in [op for op in self.operations.values() if isinstance(op, Express)]:
+            for message in self.books.messages():
                 if now - message.started > STALL_S:
                     self.unfold(message)
 
     def unfold_all(self) -> None:
-        """Do so for all that are under way."""
-        for message in [op for op in self.operations.values() if isinstance(op, Express)]:
+        """Do so for all that are under way, and close the short way until `resume`."""
+        for message in self.books.stop():
             self.unfold(message)
+
+    def resume(self) -> None:
+        """Open the short way again."""
+        self.books.stopped = False
 
     def choose(self, part: Slice, now: float) -> RailRecord | None:
         """Return the rail on which a slice should be done first; None if it is to wait."""
@@ -235,14 +208,14 @@ class SprayCore:
 
     def close_rail(self, rail: RailRecord) -> list[Slice]:
         """A rail's link is closed; returns the slices that go out again."""
-        rail.open = rail.stalled = False
+        rail.is_open = rail.stalled = False
         return self.fail(list(rail.out), rail)
 
     def opened(self, rail: RailRecord) -> None:
         """A link stands: a first one is trusted, one after a failure is tried with one slice."""
-        rail.open, rail.opening, rail.stalled = True, False, False
+        rail.is_open, rail.opening, rail.stalled = True, False, False
         if rail.state is RailState.COOLING:
-            rail.state = RailState.PROBING
+            rail.become(RailState.PROBING)
 
     def not_opened(self, rail: RailRecord, now: float) -> None:
         """No link could be made."""
@@ -254,7 +227,7 @@ class SprayCore:
         return [
             rail
             for rail in self.rails
-            if not rail.open
+            if not rail.is_open
             and not rail.opening
             and (rail.state is not RailState.COOLING or rail.cooling_until <= now)
         ]
@@ -285,13 +258,13 @@ class SprayCore:
         return [
             rail
             for rail in self.rails
-            if rail.open and rail.repeats and rail.stalled and rail.cooling_until <= now
+            if rail.is_open and rail.repeats and rail.stalled and rail.cooling_until <= now
         ]
 
     def late(self, now: float) -> list[Operation]:
         """Return the operations that are beyond their deadlines."""
         late = [op for op in self.operations.values() if op.handle.deadline <= now]
-        return [self.unfold(op) if isinstance(op, Express) else op for op in late]
+        return late + [self.unfold(m) for m in self.books.messages() if m.deadline <= now]
 
     def end(self, operation: Operation) -> list[tuple[RailRecord, list[Slice]]]:
         """Forget an operation that ends, with its queued slices.
@@ -300,13 +273,14 @@ class SprayCore:
             Per rail the slices of it that are still under way.
         """
         self.operations.pop(operation.transfer_id, None)
+        self.books.end(operation.transfer_id)
         whole = operation.num_finished == operation.num_slices
         if whole and operation.handle.attempts <= 1:
             return []
         if any(part.queued for part in operation.slices):
             waiting = self._classes[operation.priority]
             kept = deque(part for part in waiting.queue if part.operation is not operation)
-            self.num_queued -= len(waiting.queue) - len(kept)
+            self.books.num_queued -= len(waiting.queue) - len(kept)
             waiting.queue = kept
         for part in operation.slices:
             part.done, part.queued = True, False
@@ -317,25 +291,12 @@ class SprayCore:
                 under_way.append((rail, parts))
         return under_way
 
-    def _fastest(self, message: Express) -> RailRecord | None:
-        if message.priority is not Priority.ACTIVATIONS:
-            return None
-        best, best_finish = None, float("inf")
-        for rail in self.rails:
-            if rail.state is RailState.HEALTHY and rail.open:
-                finish = (rail.urgent_bytes + message.nbytes + COST_BYTES_MIN) / rail.bandwidth
-                if message.rails:
-                    finish *= _handicap(message.rails, rail)
-                if finish < best_finish:
-                    best, best_finish = rail, finish
-        return best
-
     def _queue_signal(self, signal: Slice) -> None:
         waiting = self._classes[signal.operation.priority]
         self._begin(waiting)
         signal.queued = True
         waiting.queue.append(signal)
-        self.num_queued += 1
+        self.books.num_queued += 1
 
     def _again(self, lost: list[Slice], rail: RailRecord) -> list[Slice]:
         again = [part for part in lost if self._is_nowhere(part, rail)]
@@ -344,7 +305,7 @@ class SprayCore:
             waiting = self._classes[part.operation.priority]
             self._begin(waiting)
             waiting.queue.appendleft(part)
-        self.num_queued += len(again)
+        self.books.num_queued += len(again)
         rail.retries += len(again)
         return again
 
@@ -354,7 +315,7 @@ class SprayCore:
         part.attempts += 1
         part.posted_at = now
         if part.urgent:
-            self._urgent_at = now
+            self.books.urgent_at = now
         if not rail.out and now - rail.measured_at > REMEASURE_S:
             rail.measured_at = now
         rail.post(part, now)
@@ -372,7 +333,7 @@ class SprayCore:
         # A slice that was queued again may have come to its end over the rail that was late.
         while waiting.queue and waiting.queue[0].done:
             waiting.queue.popleft().queued = False
-            self.num_queued -= 1
+            self.books.num_queued -= 1
 
     def _biased(self, finish: float, part: Slice, rail: RailRecord, now: float) -> float:
         if part.avoid == rail.idx:
@@ -387,10 +348,13 @@ class SprayCore:
         under_way = rail.out_bytes - rail.urgent_bytes
         if not under_way:
             return True
-        return under_way + nbytes <= bulk_bytes_max(rail.bandwidth, now - self._urgent_at)
+        beside_urgent = now - self.books.urgent_at < URGENT_MEMORY_S
+        load = rail.load
+        most = load.bulk_bytes_max_beside_urgent if beside_urgent else load.bulk_bytes_max
+        return under_way + nbytes <= most
 
 
-def _handicap(order: tuple[tuple[int, ...], ...], rail: RailRecord) -> float:
+def _handicap(order: Tiers, rail: RailRecord) -> float:
     """So many times its time counts a rail, for memory that others suit better."""
     place = next((i for i, tier in enumerate(order) if rail.idx in tier), len(order))
     return float(PREFERENCE_FACTOR**place)

@@ -15,6 +15,7 @@ from tests.support.sanitized import ADDRESS, THREAD, Sanitized
 TESTS = (
     "tests/unit/transfer/test_native.py",
     "tests/unit/transfer/test_lanes.py",
+    "tests/unit/transfer/test_express.py",
     "tests/unit/transfer/test_server.py",
     "tests/unit/transfer/test_hostile_wire.py",
     "tests/unit/transfer/test_read_only_memory.py",

@@ -1,0 +1,462 @@
+/* The short ways of an engine to its peers: one call checks a transfer, numbers it and sends it. */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *peers; /* dict: name -> Books */
+    PyTypeObject *region_type, *key_type, *made_type;
+    PyObject *priorities; /* tuple, the most urgent first: ACTIVATIONS, KV_GET, KV_PUT, ... */
+    double timeout_s;
+    long long nbytes_max, urgent_bytes_max;
+    /* Counted since they were taken last. */
+    long long operations[PRIORITIES], bytes[PRIORITIES], written, read, immediates;
+} ShortWay;
+
+static PyTypeObject short_way_type;
+
+static int short_way_clear(ShortWay *way)
+{
+    Py_CLEAR(way->peers);
+    Py_CLEAR(way->region_type);
+    Py_CLEAR(way->key_type);
+    Py_CLEAR(way->made_type);
+    Py_CLEAR(way->priorities);
+    return 0;
+}
+
+static int short_way_traverse(ShortWay *way, visitproc visit, void *arg)
+{
+    Py_VISIT(way->peers);
+    Py_VISIT(way->region_type);
+    Py_VISIT(way->key_type);
+    Py_VISIT(way->made_type);
+    Py_VISIT(way->priorities);
+    return 0;
+}
+
+static void short_way_dealloc(ShortWay *way)
+{
+    PyObject_GC_UnTrack(way);
+    short_way_clear(way);
+    Py_TYPE(way)->tp_free((PyObject *)way);
+}
+
+static PyObject *short_way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"region", "key", "made", "priorities", "nbytes_max",
+                               "urgent_bytes_max", NULL};
+    PyObject *region, *key, *made, *priorities;
+    long long nbytes_max, urgent_bytes_max;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!LL:ShortWay", keywords, &PyType_Type,
+                                     &region, &PyType_Type, &key, &PyType_Type, &made,
+                                     &PyTuple_Type, &priorities, &nbytes_max, &urgent_bytes_max))
+        return NULL;
+    if (PyTuple_GET_SIZE(priorities) != PRIORITIES ||
+        !PyType_IsSubtype((PyTypeObject *)made, &message_type)) {
+        PyErr_Format(PyExc_TypeError, "not %d priorities, or no class of messages", PRIORITIES);
+        return NULL;
+    }
+    ShortWay *way = (ShortWay *)type->tp_alloc(type, 0);
+    if (!way)
+        return NULL;
+    way->region_type = (PyTypeObject *)Py_NewRef(region);
+    way->key_type = (PyTypeObject *)Py_NewRef(key);
+    way->made_type = (PyTypeObject *)Py_NewRef(made);
+    way->priorities = Py_NewRef(priorities);
+    way->nbytes_max = nbytes_max;
+    way->urgent_bytes_max = urgent_bytes_max;
+    way->timeout_s = 30.0;
+    way->peers = PyDict_New();
+    if (!way->peers) {
+        Py_DECREF(way);
+        return NULL;
+    }
+    return (PyObject *)way;
+}
+
+/* ---- what is asked for */
+
+typedef struct {
+    bool writes, signals, urgent;
+    int priority;
+    uint32_t immediate;
+    long long our_offset, their_offset, nbytes;
+    uintptr_t start;
+    PyObject *token; /* a reference */
+} Wanted;
+
+/* An attribute that is a non-negative integer; -1 without an exception if it is something else. */
+static long long number_of(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    long long number = value && PyLong_CheckExact(value) ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    if (PyErr_Occurred())
+        PyErr_Clear();
+    return number;
+}
+
+/* Whether an attribute is this text. */
+static bool is_text(PyObject *object, PyObject *name, PyObject *wanted)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    bool same = value && (value == wanted || (PyUnicode_Check(value) &&
+                                              PyUnicode_Compare(value, wanted) == 0));
+    Py_XDECREF(value);
+    if (PyErr_Occurred())
+        PyErr_Clear();
+    return same;
+}
+
+static bool take_number(PyObject *object, long long *number)
+{
+    int overflow;
+    if (!PyLong_CheckExact(object))
+        return false;
+    *number = PyLong_AsLongLongAndOverflow(object, &overflow);
+    return !overflow && *number >= 0;
+}
+
+/* The class of traffic: the given one, or as `class_of` in `priority.py` says. */
+static int priority_of(const ShortWay *way, PyObject *given, const Wanted *wanted)
+{
+    if (given == Py_None) {
+        if (wanted->signals || wanted->nbytes <= way->urgent_bytes_max)
+            return 0;
+        return wanted->writes ? 2 : 1;
+    }
+    for (int i = 0; i < PRIORITIES; i++)
+        if (PyTuple_GET_ITEM(way->priorities, i) == given)
+            return i;
+    return -1;
+}
+
+/* Whether it is a transfer that may go the short way: (peer, region, key, our offset, their offset,
+ * nbytes, immediate, priority). What is wrong with one that may not is for others to say. */
+static bool understand(const ShortWay *way, PyObject *const *args, Wanted *wanted)
+{
+    PyObject *region = args[1], *key = args[2];
+    if (!Py_IS_TYPE(region, way->region_type) || !Py_IS_TYPE(key, way->key_type) ||
+        !take_number(args[3], &wanted->our_offset) ||
+        !take_number(args[4], &wanted->their_offset) || !take_number(args[5], &wanted->nbytes) ||
+        wanted->nbytes == 0 || wanted->nbytes > way->nbytes_max)
+        return false;
+    wanted->signals = args[6] != Py_None;
+    if (wanted->signals) {
+        long long immediate;
+        if (!wanted->writes || !take_number(args[6], &immediate) || immediate > UINT32_MAX)
+            return false;
+        wanted->immediate = (uint32_t)immediate;
+    }
+    wanted->priority = priority_of(way, args[7], wanted);
+    wanted->urgent = wanted->priority == 0;
+    long long theirs = number_of(key, names.nbytes), rights = number_of(key, names.rights);
+    long long ours = number_of(region, names.nbytes), start = number_of(region, names.start);
+    if (wanted->priority < 0 || theirs < 0 || rights < 0 || ours < 0 || start <= 0 ||
+        !(rights & (wanted->writes ? MAY_WRITE : MAY_READ)) ||
+        wanted->nbytes > theirs || wanted->their_offset > theirs - wanted->nbytes ||
+        wanted->nbytes > ours || wanted->our_offset > ours - wanted->nbytes ||
+        !is_text(key, names.owner, args[0]) || !is_text(key, names.kind, names.host))
+        return false;
+    wanted->start = (uintptr_t)start;
+    wanted->token = PyObject_GetAttr(key, names.token);
+    if (wanted->token && PyBytes_CheckExact(wanted->token) &&
+        PyBytes_GET_SIZE(wanted->token) == TOKEN_BYTES)
+        return true;
+    Py_CLEAR(wanted->token);
+    PyErr_Clear();
+    return false;
+}
+
+/* ---- where it goes */
+
+/* So many times its time counts a rail, for memory that others suit better. */
+static double handicap(PyObject *tiers, int idx)
+{
+    double factor = 1.0;
+    Py_ssize_t n = PyTuple_GET_SIZE(tiers);
+    for (Py_ssize_t i = 0; i < n; i++, factor *= PREFERENCE_FACTOR) {
+        PyObject *tier = PyTuple_GET_ITEM(tiers, i);
+        for (Py_ssize_t k = 0; PyTuple_Check(tier) && k < PyTuple_GET_SIZE(tier); k++)
+            if (PyLong_AsLong(PyTuple_GET_ITEM(tier, k)) == idx)
+                return factor;
+    }
+    return factor;
+}
+
+/* The rail on which it should be done first; bulk over several is spread, and has none here. */
+static RailLoad *choose_rail(const Books *books, const Wanted *wanted, PyObject *tiers)
+{
+    if (books->num_rails > 1 && !wanted->urgent)
+        return NULL;
+    RailLoad *best = NULL;
+    double best_finish = 0;
+    for (int i = 0; i < books->num_rails; i++) {
+        RailLoad *load = books->rails[i];
+        if (!load->open || !load->healthy || !load->link)
+            continue;
+        double finish =
+            (double)(load->urgent_bytes + wanted->nbytes + COST_BYTES_MIN) / load->bandwidth;
+        if (tiers && PyTuple_Check(tiers))
+            finish *= handicap(tiers, i);
+        if (!best || finish < best_finish) {
+            best = load;
+            best_finish = finish;
+        }
+    }
+    return best;
+}
+
+static bool bulk_fits(const Books *books, const RailLoad *load, long long nbytes, double now)
+{
+    long long under_way = load->out_bytes - load->urgent_bytes;
+    if (!under_way)
+        return true;
+    return under_way + nbytes <= (now - books->urgent_at < URGENT_MEMORY_S
+                                      ? load->bulk_bytes_max_beside_urgent
+                                      : load->bulk_bytes_max);
+}
+
+/* The least busy lane of its kind; NULL where Python should open one. */
+static Lane *choose_lane(const RailLoad *load, bool urgent)
+{
+    if (urgent)
+        return load->urgent;
+    Lane *best = NULL;
+    for (int i = 0; i < load->num_bulk; i++)
+        if (!best || look_in_flight(load->bulk[i]) < look_in_flight(best))
+            best = load->bulk[i];
+    return best && look_in_flight(best) > 1 && !load->all_bulk ? NULL : best;
+}
+
+/* ---- its way */
+
+static Message *make_message(ShortWay *way, Books *books, RailLoad *load, Lane *lane,
+                             const Wanted *wanted, PyObject *const *args, double now)
+{
+    Message *message = (Message *)way->made_type->tp_alloc(way->made_type, 0);
+    if (!message)
+        return NULL;
+    message->writes = wanted->writes;
+    message->urgent = wanted->urgent;
+    message->signals = wanted->signals;
+    message->immediate = wanted->immediate;
+    message->our_offset = wanted->our_offset;
+    message->their_offset = wanted->their_offset;
+    message->nbytes = wanted->nbytes;
+    message->started = now;
+    message->deadline = now + way->timeout_s;
+    message->books = (Books *)Py_NewRef(books);
+    message->load = (RailLoad *)Py_NewRef(load);
+    message->lane = (Lane *)Py_NewRef(lane);
+    message->peer = Py_NewRef(args[0]);
+    message->region = Py_NewRef(args[1]);
+    message->token = Py_NewRef(wanted->token);
+    message->priority = Py_NewRef(PyTuple_GET_ITEM(way->priorities, wanted->priority));
+    message->rail = Py_NewRef(load->rail);
+    message->link = Py_NewRef(load->link);
+    return message;
+}
+
+/* Number it, and give it to its lane. False if the lane takes nothing, or trouble came first. */
+static bool send_message(Message *message, const Wanted *wanted)
+{
+    Books *books = message->books;
+    /* Others may run until we have it. From there on this is one step for all of them. */
+    lock_without_gil(&message->lane->mutex);
+    if (books->stopped || is_exhausted(books)) {
+        pthread_mutex_unlock(&message->lane->mutex);
+        return false;
+    }
+    append_unfinished(books, &message->number);
+    message->number.message = Py_NewRef(message);
+    message->oldest = oldest_of(books);
+    Request request = {.kind = message->writes ? WRITE_REQUEST : READ_REQUEST,
+                       .flags = message->signals ? HAS_IMMEDIATE : 0,
+                       .num_slices = 1,
+                       .num_pieces = 1,
+                       .immediate = message->immediate,
+                       .nbytes = (uint64_t)message->nbytes,
+                       .transfer_id = message->number.id,
+                       .oldest = message->oldest};
+    Job *job = (Job *)message->job;
+    fill_job(job, &request, PyBytes_AS_STRING(message->token), 1);
+    job->embedded = true;
+    set_piece(job, 1, 0, wanted->start + (uintptr_t)message->our_offset, message->their_offset,
+              message->nbytes);
+    message->pending = true;
+    message->load->out_bytes += message->nbytes;
+    message->load->urgent_bytes += message->urgent ? message->nbytes : 0;
+    bool taken = queue_job(message->lane, job, (PyObject *)message);
+    pthread_mutex_unlock(&message->lane->mutex);
+    if (!taken) {
+        drop_load(message);
+        unlink_unfinished(books, &message->number);
+        Py_CLEAR(message->number.message);
+    }
+    return taken;
+}
+
+static void count_message(ShortWay *way, const Wanted *wanted)
+{
+    way->operations[wanted->priority]++;
+    way->bytes[wanted->priority] += wanted->nbytes;
+    *(wanted->writes ? &way->written : &way->read) += wanted->nbytes;
+    way->immediates += wanted->signals;
+}
+
+/* See to it that somebody receives its answer. Returns 0, or -1 with an exception. */
+static int attend_to(Message *message)
+{
+    Lane *lane = message->lane;
+    RailLoad *load = message->load;
+    bool soon = attend_to_posted(lane);
+    if (message->nbytes > GIL_BYTES) {
+        bool unsent;
+        Py_BEGIN_ALLOW_THREADS
+        unsent = push_jobs(lane);
+        Py_END_ALLOW_THREADS
+        soon |= unsent;
+    }
+    if (!soon || load->attends_soon || !load->attend_soon)
+        return 0;
+    PyObject *attend_soon = Py_NewRef(load->attend_soon);
+    PyObject *done = PyObject_CallNoArgs(attend_soon);
+    Py_DECREF(attend_soon);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+PyDoc_STRVAR(short_way_post_doc,
+             "post(writes, peer, region, key, our_offset, their_offset, nbytes, immediate, "
+             "priority)\n--\n\nSend one piece at once. Returns its handle, or None if it has to go "
+             "the long way: whatever is unusual, or wrong.");
+
+static PyObject *short_way_post(ShortWay *way, PyObject *const *args, Py_ssize_t count)
+{
+    if (check_count(count, 9, "post") < 0)
+        return NULL;
+    Books *books = (Books *)PyDict_GetItemWithError(way->peers, args[1]);
+    if (!books || books->stopped || books->num_queued || books->count >= OPERATIONS_MAX ||
+        is_exhausted(books)) {
+        if (PyErr_Occurred())
+            PyErr_Clear(); /* what cannot be a key is no peer's name */
+        Py_RETURN_NONE;
+    }
+    Wanted wanted = {.writes = args[0] == Py_True};
+    if (!understand(way, args + 1, &wanted))
+        Py_RETURN_NONE;
+    PyObject *tiers = NULL;
+    Message *message = NULL;
+    double now = (double)now_ns() * 1e-9;
+    Py_INCREF(books);
+    if (books->num_rails > 1 && books->prefer) {
+        tiers = PyObject_CallOneArg(books->prefer, args[2]);
+        if (!tiers)
+            goto failed;
+    }
+    RailLoad *load = books->stopped ? NULL : choose_rail(books, &wanted, tiers);
+    Lane *lane = load ? choose_lane(load, wanted.urgent) : NULL;
+    if (!lane || (!wanted.urgent && !bulk_fits(books, load, wanted.nbytes, now))) {
+        Py_XDECREF(tiers);
+        Py_DECREF(wanted.token);
+        Py_DECREF(books);
+        Py_RETURN_NONE;
+    }
+    if (wanted.urgent)
+        books->urgent_at = now;
+    message = make_message(way, books, load, lane, &wanted, args + 1, now);
+    if (!message)
+        goto failed;
+    message->rails = tiers ? Py_NewRef(tiers) : PyTuple_New(0);
+    if (!message->rails)
+        goto failed;
+    if (!send_message(message, &wanted)) {
+        Py_DECREF(message);
+        message = (Message *)Py_NewRef(Py_None);
+    } else {
+        count_message(way, &wanted);
+        if (attend_to(message) < 0)
+            Py_CLEAR(message);
+    }
+    Py_XDECREF(tiers);
+    Py_DECREF(wanted.token);
+    Py_DECREF(books);
+    return (PyObject *)message;
+failed:
+    Py_XDECREF(message);
+    Py_XDECREF(tiers);
+    Py_DECREF(wanted.token);
+    Py_DECREF(books);
+    return NULL;
+}
+
+PyDoc_STRVAR(short_way_add_doc, "add(peer, books)\n--\n\nOpen the short way to a peer.");
+
+static PyObject *short_way_add(ShortWay *way, PyObject *const *args, Py_ssize_t count)
+{
+    if (check_count(count, 2, "add") < 0)
+        return NULL;
+    if (!PyUnicode_CheckExact(args[0]) || !Py_IS_TYPE(args[1], &books_type)) {
+        PyErr_SetString(PyExc_TypeError, "add takes a name and books");
+        return NULL;
+    }
+    return PyDict_SetItem(way->peers, args[0], args[1]) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyDoc_STRVAR(short_way_remove_doc, "remove(peer, books)\n--\n\nClose it, if it is still these "
+                                   "books'; idempotent.");
+
+static PyObject *short_way_remove(ShortWay *way, PyObject *const *args, Py_ssize_t count)
+{
+    if (check_count(count, 2, "remove") < 0)
+        return NULL;
+    PyObject *found = PyDict_GetItemWithError(way->peers, args[0]);
+    if (found == args[1] && found && PyDict_DelItem(way->peers, args[0]) < 0)
+        return NULL;
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+PyDoc_STRVAR(short_way_take_counts_doc,
+             "take_counts()\n--\n\nReturn what was posted since the last call: bytes written and "
+             "read, immediates, then operations and bytes of each class.");
+
+static PyObject *short_way_take_counts(ShortWay *way, PyObject *ignored)
+{
+    (void)ignored;
+    PyObject *counts = Py_BuildValue(
+        "LLL(LLLLL)(LLLLL)", way->written, way->read, way->immediates, way->operations[0],
+        way->operations[1], way->operations[2], way->operations[3], way->operations[4],
+        way->bytes[0], way->bytes[1], way->bytes[2], way->bytes[3], way->bytes[4]);
+    if (counts) {
+        way->written = way->read = way->immediates = 0;
+        memset(way->operations, 0, sizeof way->operations);
+        memset(way->bytes, 0, sizeof way->bytes);
+    }
+    return counts;
+}
+
+static PyMethodDef short_way_methods[] = {
+    {"post", (PyCFunction)(void (*)(void))short_way_post, METH_FASTCALL, short_way_post_doc},
+    {"add", (PyCFunction)(void (*)(void))short_way_add, METH_FASTCALL, short_way_add_doc},
+    {"remove", (PyCFunction)(void (*)(void))short_way_remove, METH_FASTCALL, short_way_remove_doc},
+    {"take_counts", (PyCFunction)short_way_take_counts, METH_NOARGS, short_way_take_counts_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef short_way_members[] = {
+    {"timeout_s", T_DOUBLE, offsetof(ShortWay, timeout_s), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject short_way_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "transfer._native.ShortWay",
+    .tp_doc = "The short ways of an engine to its peers. Thread-safe.",
+    .tp_basicsize = sizeof(ShortWay),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = short_way_new,
+    .tp_dealloc = (destructor)short_way_dealloc,
+    .tp_traverse = (traverseproc)short_way_traverse,
+    .tp_clear = (inquiry)short_way_clear,
+    .tp_methods = short_way_methods,
+    .tp_members = short_way_members,
+};
