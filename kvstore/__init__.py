@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvstore.client.async_store import AsyncStore as AsyncStore
     from kvstore.client.get_result import GetOutcome as GetOutcome
     from kvstore.client.get_result import GetResult as GetResult
     from kvstore.client.held_hit import HeldHit as HeldHit
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from kvstore.wire.messages import PutOutcome as PutOutcome
 
 _HOME = {
+    "AsyncStore": "client.async_store",
     "BlockCorrupt": "errors",
     "BlockUnreachable": "errors",
     "Fenced": "errors",

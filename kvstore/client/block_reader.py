@@ -28,7 +28,7 @@ from kvstore.checksum import (
 from kvstore.client.locations import Hit
 from kvstore.client.pieces import Pieces
 from kvstore.client.read_plan import Check, ReadPlan, plan_read
-from kvstore.client.steps import Steps, reach, settle
+from kvstore.client.steps import Steps, reach, settle, work
 from kvstore.copying import copy_with_checksums
 from kvstore.errors import NodeUnreachable
 from transfer import AccessRefused, Priority, TransferError
@@ -116,6 +116,7 @@ class BlockReader:
             plan = plan_read(
                 hit, pieces, borrow=lambda n: stack.enter_context(self._staging.borrow(n))
             )
+            yield from work(plan.reads.nbytes)
             yield from self._read(hit, plan.reads, attempt, deadline_s)
             hit.lease.check()
             self._verify(hit, plan, attempt)

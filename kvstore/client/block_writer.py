@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.steps import Steps, reach, settle
+from kvstore.client.steps import Steps, reach, settle, work
 from kvstore.errors import NodeUnreachable
 from kvstore.wire.messages import Allocated, HeldBlocks, NodeAddress
 from kvstore.wire.peer_messages import Written, encode_to_node
@@ -75,6 +75,7 @@ class BlockWriter:
         node_idx = np.array(granted.node_idx, dtype=np.int64)
         offsets = np.array(granted.offsets, dtype=np.int64)
         result = WriteResult()
+        yield from work(source.pieces.nbytes)
         under_way: list[_UnderWay] = []
         for index, where in enumerate(granted.nodes):
             rows = np.flatnonzero(node_idx == index)

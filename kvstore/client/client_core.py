@@ -23,7 +23,7 @@ from kvstore.client.put_options import PutOptions
 from kvstore.client.reading import Reading
 from kvstore.client.source import chunked_source, plain_source
 from kvstore.client.staging import Staging
-from kvstore.client.steps import Steps
+from kvstore.client.steps import Steps, work
 from kvstore.client.tenant import Tenant
 from kvstore.client.writing import Writing
 from kvstore.errors import InvalidKey, InvalidValue
@@ -104,6 +104,7 @@ class ClientCore:
         deadline_s = self.deadline(timeout_s)
         names = self.names(keys)
         check_complete(pieces, len(names))
+        yield from work(pieces.nbytes)  # its checksums
         if not options.chunk_bytes:
             source = plain_source(names, pieces, options, self.tenant.name)
             return tuple((yield from self.writing.put(source, deadline_s=deadline_s)))

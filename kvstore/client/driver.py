@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from kvstore.client.steps import Ask, Effect, Move, Reach, Steps
+from kvstore.client.steps import Ask, Effect, Move, Pause, Reach, Steps
 from kvstore.errors import KVStoreError
 from transfer import TransferError
 
@@ -51,6 +51,6 @@ class Driver:
             return self._segments.get(effect.where, deadline_s=effect.deadline_s)
         if isinstance(effect, Move):
             effect.transfer.wait()
-        else:
+        elif isinstance(effect, Pause):
             time.sleep(effect.seconds)
         return None

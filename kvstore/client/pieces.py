@@ -60,6 +60,11 @@ class Pieces:
             lengths=lengths,
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return int(self.lengths.sum())
+
     def __len__(self) -> int:
         return len(self.lengths)
 

@@ -70,6 +70,5 @@ class Place(NamedTuple):
             return False
         if self.lease.late_s() >= 0:
             return False
-        return (
-            xxhash.xxh3_64_intdigest(region.array[offset : offset + self.nbytes]) == self.checksum
-        )
+        found = xxhash.xxh3_64_intdigest(region.array.data[offset : offset + self.nbytes])
+        return found == self.checksum

@@ -1,7 +1,7 @@
 """Operations as generators: they yield what has to be waited for, a driver does the waiting.
 
-    operation ── yields Ask, Reach, Move, Pause ──▶ driver     blocking: `driver.py`
-              ◀── the result, or the error thrown in ──        asyncio:  `async_driver.py`
+    operation ── yields Ask, Reach, Move ... ──▶ driver     blocking: `driver.py`
+              ◀── the result, or the error thrown in ──     asyncio:  `async_driver.py`
 
 So every operation is written once, holds no thread while it waits, and is the same for both.
 """
@@ -52,7 +52,14 @@ class Pause:
     seconds: float
 
 
-Effect = Ask | Reach | Move | Pause
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Nothing to wait for: what follows copies or sums up so many bytes in the thread it is in."""
+
+    nbytes: int
+
+
+Effect = Ask | Reach | Move | Pause | Work
 Steps = Generator[Effect, Any, T]
 
 
@@ -79,3 +86,8 @@ def settle(transfer: Transfer) -> Steps[None]:
 def pause(seconds: float) -> Steps[None]:
     """Wait."""
     yield Pause(seconds)
+
+
+def work(nbytes: int) -> Steps[None]:
+    """Say how much is to be done now; see `Work`."""
+    yield Work(nbytes)

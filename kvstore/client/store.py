@@ -201,7 +201,7 @@ class Store:
         if value is Quick.MISS:
             return None
         (result,) = self.client.driver.run(self.operations.get([key], timeout_s))
-        return _value(key, result).value
+        return got(key, result).value
 
     def get_batch(
         self, names: Sequence[Name], *, timeout_s: float | None = None
@@ -224,7 +224,7 @@ class Store:
             if found is Quick.MISS:
                 return None
         (result,) = self.client.driver.run(self.operations.get_into([key], [target], timeout_s))
-        return _value(key, result).nbytes if result.outcome is not GetOutcome.MISS else None
+        return got(key, result).nbytes if result.outcome is not GetOutcome.MISS else None
 
     def get_batch_into(
         self, names: Sequence[Name], targets: Sequence[Value], *, timeout_s: float | None = None
@@ -256,7 +256,8 @@ class Store:
         return self.client.driver.run(self.operations.exists(names, timeout_s))
 
 
-def _value(key: bytes, result: GetResult) -> GetResult:
+def got(key: bytes, result: GetResult) -> GetResult:
+    """Return a hit or a miss; raise what else became of a get of this key."""
     if result.outcome in (GetOutcome.HIT, GetOutcome.MISS):
         return result
     raise failure(key, result.outcome)

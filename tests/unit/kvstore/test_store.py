@@ -9,50 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import KVStoreConfig, TransferConfig
 from kvstore import (
     GetOutcome,
     InvalidKey,
     InvalidValue,
-    MasterServer,
     Pin,
     PutOptions,
     PutOutcome,
     RegionPiece,
-    Store,
-    StoreNode,
 )
 from tests.support.engines import eventually
-from transfer import TransferEngine, allocate
-
-WAIT_S = 30.0
-SEGMENT = 8 << 20
-
-
-class Pool:
-    """A master, nodes on engines of their own, and a store."""
-
-    def __init__(self, stack: ExitStack, *, nodes: int = 1, **knobs) -> None:
-        self.secret = secrets.token_bytes(16)
-        defaults = {"segment_bytes": SEGMENT, "request_timeout_s": WAIT_S}
-        self.config = KVStoreConfig(**{**defaults, **knobs})
-        self.stack = stack
-        self.master = stack.enter_context(MasterServer(self.config, secret=self.secret))
-        self.nodes = [self._node() for _ in range(nodes)]
-        self.store = self.connect()
-
-    def connect(self, **options) -> Store:
-        options = {"config": self.config, "secret": self.secret, **options}
-        return self.stack.enter_context(Store.connect(self.master.address, **options))
-
-    def _node(self) -> StoreNode:
-        engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=self.secret)
-        node = StoreNode(engine, self.master.address, self.config, secret=self.secret)
-        engine.on_notify(lambda peer, payload: node.on_notify(peer, payload) and None)
-        self.stack.enter_context(engine)
-        self.stack.enter_context(node)
-        assert node.wait_registered(WAIT_S)
-        return node
+from tests.support.store_pool import SEGMENT, Pool
+from transfer import allocate
 
 
 @pytest.fixture

@@ -1,0 +1,192 @@
+"""`Store` for asyncio: the same operations, awaited; any number of them at once.
+
+async with AsyncStore(store) as pool:
+    values = await asyncio.gather(*(pool.get(name) for name in names))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.client.async_driver import AsyncDriver
+from kvstore.client.get_result import GetOutcome, GetResult
+from kvstore.client.names import Name
+from kvstore.client.pieces import IntsLike, Pieces
+from kvstore.client.put_options import DEFAULT, PutOptions
+from kvstore.client.steps import Steps
+from kvstore.client.store import got
+from kvstore.client.values import Value
+from kvstore.wire.messages import PutOutcome
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from kvstore.client.locations import Hit
+    from kvstore.client.store import Store
+    from transfer import Region
+
+
+class AsyncStore:
+    """Belongs to one event loop. Requests to the master take turns; bytes move all at once.
+
+    A call that is cancelled raises CancelledError once it has ended, by its deadline at the
+    latest: nothing reads or writes the caller's memory after that. Errors are those of `Store`.
+
+    Args:
+        store: Belongs to the caller, who closes it after this.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._operations = store.operations
+        self._driver = AsyncDriver(store.client.driver)
+
+    def close(self) -> None:
+        """End the threads; no call may be under way."""
+        self._driver.close()
+
+    async def __aenter__(self) -> AsyncStore:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def put(
+        self,
+        name: Name,
+        value: Value,
+        *,
+        options: PutOptions = DEFAULT,
+        timeout_s: float | None = None,
+    ) -> PutOutcome:
+        """As `Store.put`."""
+        return (await self.put_batch([name], [value], options=options, timeout_s=timeout_s))[0]
+
+    async def put_batch(
+        self,
+        names: Sequence[Name],
+        values: Sequence[Value],
+        *,
+        options: PutOptions = DEFAULT,
+        timeout_s: float | None = None,
+    ) -> tuple[PutOutcome, ...]:
+        """As `Store.put_batch`."""
+        return await self._driver.run(self._operations.put(names, values, options, timeout_s))
+
+    async def put_tensor(
+        self,
+        name: Name,
+        tensor: torch.Tensor,
+        *,
+        options: PutOptions = DEFAULT,
+        timeout_s: float | None = None,
+    ) -> PutOutcome:
+        """As `Store.put_tensor`."""
+        steps = self._operations.put_tensor(name, tensor, options, timeout_s)
+        return await self._driver.run(steps)
+
+    async def get(self, name: Name, *, timeout_s: float | None = None) -> bytes | None:
+        """As `Store.get`; the master is asked each time."""
+        (result,) = await self.get_batch([name], timeout_s=timeout_s)
+        return got(self._operations.keys([name])[0], result).value
+
+    async def get_batch(
+        self, names: Sequence[Name], *, timeout_s: float | None = None
+    ) -> list[GetResult]:
+        """As `Store.get_batch`."""
+        return await self._driver.run(self._operations.get(names, timeout_s))
+
+    async def get_into(
+        self, name: Name, target: Value, *, timeout_s: float | None = None
+    ) -> int | None:
+        """As `Store.get_into`."""
+        (result,) = await self.get_batch_into([name], [target], timeout_s=timeout_s)
+        found = got(self._operations.keys([name])[0], result)
+        return None if found.outcome is GetOutcome.MISS else found.nbytes
+
+    async def get_batch_into(
+        self, names: Sequence[Name], targets: Sequence[Value], *, timeout_s: float | None = None
+    ) -> list[GetResult]:
+        """As `Store.get_batch_into`."""
+        return await self._driver.run(self._operations.get_into(names, targets, timeout_s))
+
+    async def get_tensor(
+        self, name: Name, *, timeout_s: float | None = None
+    ) -> torch.Tensor | None:
+        """As `Store.get_tensor`."""
+        return await self._driver.run(self._operations.get_tensor(name, None, timeout_s))
+
+    async def get_tensor_into(
+        self, name: Name, target: torch.Tensor, *, timeout_s: float | None = None
+    ) -> bool:
+        """As `Store.get_tensor_into`."""
+        steps = self._operations.get_tensor(name, target, timeout_s)
+        return await self._driver.run(steps) is not None
+
+    async def exists(self, name: Name, *, timeout_s: float | None = None) -> bool:
+        """As `Store.exists`."""
+        return (await self.exists_batch([name], timeout_s=timeout_s))[0]
+
+    async def exists_batch(
+        self, names: Sequence[Name], *, timeout_s: float | None = None
+    ) -> list[bool]:
+        """As `Store.exists_batch`."""
+        return await self._driver.run(self._operations.exists(names, timeout_s))
+
+    async def remove(self, name: Name, *, timeout_s: float | None = None) -> bool:
+        """As `Store.remove`."""
+        return await self.remove_batch([name], timeout_s=timeout_s) > 0
+
+    async def remove_batch(
+        self, names: Sequence[Name], *, group: str = "", timeout_s: float | None = None
+    ) -> int:
+        """As `Store.remove_batch`."""
+        return await self._driver.run(self._operations.remove(names, group, timeout_s))
+
+    # -- blocks in registered memory ----------------------------------------------------------
+
+    async def lookup_prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Hit:
+        """As `StoreClient.lookup_prefix`; hold or release the hit with the client."""
+        core = self._store.client.core
+        return await self._driver.run(core.lookup(keys, every=False, timeout_s=timeout_s))
+
+    async def get_ranges(
+        self,
+        hit: Hit,
+        region: Region,
+        offsets: IntsLike,
+        *,
+        start: int = 0,
+        nbytes: int | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """As `StoreClient.get_ranges`; without `nbytes`, as `StoreClient.get_into`."""
+        lengths = hit.lengths if nbytes is None else np.full_like(hit.lengths, nbytes)
+        pieces = Pieces.of_blocks(region, offsets, lengths)
+        pieces = pieces.starting_at(np.full_like(hit.lengths, start))
+        return await self._driver.run(self._num_good(hit, pieces, timeout_s))
+
+    async def put_blocks(
+        self,
+        keys: Sequence[bytes],
+        pieces: Pieces,
+        *,
+        options: PutOptions = DEFAULT,
+        timeout_s: float | None = None,
+    ) -> tuple[PutOutcome, ...]:
+        """As `StoreClient.put_pieces`."""
+        core = self._store.client.core
+        return await self._driver.run(core.put(keys, pieces, options, timeout_s))
+
+    def _num_good(self, hit: Hit, pieces: Pieces, timeout_s: float | None) -> Steps[int]:
+        return (yield from self._store.client.core.copy(hit, pieces, timeout_s)).num_good

@@ -1,0 +1,40 @@
+"""A pool in one process for tests: a real master, nodes on engines of their own, and a store."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+from typing import Any
+
+from configs.schema import KVStoreConfig, TransferConfig
+from kvstore import MasterServer, Store, StoreNode
+from transfer import TransferEngine
+
+WAIT_S = 30.0
+SEGMENT = 8 << 20
+
+
+class Pool:
+    """Everything is closed with the stack; `connect` makes further stores."""
+
+    def __init__(self, stack: ExitStack, *, nodes: int = 1, **knobs: Any) -> None:
+        self.secret = secrets.token_bytes(16)
+        defaults = {"segment_bytes": SEGMENT, "request_timeout_s": WAIT_S}
+        self.config = KVStoreConfig(**{**defaults, **knobs})
+        self.stack = stack
+        self.master = stack.enter_context(MasterServer(self.config, secret=self.secret))
+        self.nodes = [self._node() for _ in range(nodes)]
+        self.store = self.connect()
+
+    def connect(self, **options: Any) -> Store:
+        options = {"config": self.config, "secret": self.secret, **options}
+        return self.stack.enter_context(Store.connect(self.master.address, **options))
+
+    def _node(self) -> StoreNode:
+        engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=self.secret)
+        node = StoreNode(engine, self.master.address, self.config, secret=self.secret)
+        engine.on_notify(lambda peer, payload: node.on_notify(peer, payload) and None)
+        self.stack.enter_context(engine)
+        self.stack.enter_context(node)
+        assert node.wait_registered(WAIT_S)
+        return node
