@@ -18,7 +18,7 @@ from kvstore.client.block_writer import BlockWriter
 from kvstore.client.client_record import ClientRecord
 from kvstore.client.locations import Hit
 from kvstore.client.master_access import MasterAccess
-from kvstore.client.pieces import Ints, IntsLike, Pieces
+from kvstore.client.pieces import Ints, Pieces
 from kvstore.client.put_options import PutOptions
 from kvstore.client.reading import Reading
 from kvstore.client.source import chunked_source, plain_source
@@ -34,7 +34,7 @@ from kvstore.wire.messages import PutOutcome
 if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.node.store_node import StoreNode
-    from transfer import Region, TransferEngine
+    from transfer import TransferEngine
 
 
 class ClientCore:
@@ -131,20 +131,15 @@ class ClientCore:
 def check_complete(pieces: Pieces, num_blocks: int) -> None:
     """Raise InvalidValue unless the pieces are blocks `0 .. num_blocks - 1`, without gaps."""
     pieces.check()
+    if any(region.kind != "host" for region in pieces.regions):
+        raise InvalidValue(problem="blocks are put from host memory")
+    if pieces.one_each and len(pieces) == num_blocks:
+        return
     found = np.unique(pieces.blocks)
-    if len(found) != num_blocks or int(found[-1]) != num_blocks - 1:
+    if not len(found) or len(found) != num_blocks or int(found[-1]) != num_blocks - 1:
         raise InvalidValue(problem=f"{num_blocks} keys, but pieces of {len(found)} blocks")
     if (np.diff(pieces.blocks) < 0).any() or (pieces.starts != _running_starts(pieces)).any():
         raise InvalidValue(problem="the pieces of a block must follow one another")
-    if any(region.kind != "host" for region in pieces.regions):
-        raise InvalidValue(problem="blocks are put from host memory")
-
-
-def whole_blocks(region: Region, offsets: IntsLike, lengths: Ints) -> Pieces:
-    """One piece per block, at these offsets of a region."""
-    pieces = Pieces.of_blocks(region, offsets, lengths)
-    pieces.check()
-    return pieces
 
 
 def _running_starts(pieces: Pieces) -> Ints:

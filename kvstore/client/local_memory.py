@@ -150,6 +150,7 @@ class Placed:
             starts=starts,
             offsets=offsets,
             lengths=lengths,
+            one_each=bool(len(blocks)) and len(blocks) == int(blocks[-1]) + 1,
         )
 
     def copy_out(self, good: Sequence[bool]) -> None:

@@ -37,6 +37,7 @@ class Pieces:
         starts: First byte in the block's payload.
         offsets: First byte in the region.
         lengths: Bytes.
+        one_each: Row i is all of block i; then nothing need be looked up by block.
     """
 
     regions: tuple[Region, ...]
@@ -45,6 +46,7 @@ class Pieces:
     starts: Ints
     offsets: Ints
     lengths: Ints
+    one_each: bool = False
 
     @classmethod
     def of_blocks(cls, region: Region, offsets: IntsLike, lengths: Ints) -> Pieces:
@@ -58,6 +60,7 @@ class Pieces:
             starts=zeros,
             offsets=np.asarray(offsets, dtype=np.int64),
             lengths=lengths,
+            one_each=True,
         )
 
     @property
@@ -106,11 +109,11 @@ class Pieces:
 
     def starting_at(self, starts: Ints) -> Pieces:
         """Say which byte of its block is each row's first."""
-        return replace(self, starts=starts)
+        return replace(self, starts=starts, one_each=False)
 
-    def naming(self, blocks: Ints) -> Pieces:
+    def naming(self, blocks: Ints, *, one_each: bool = False) -> Pieces:
         """Say of which block each row is."""
-        return replace(self, blocks=blocks)
+        return replace(self, blocks=blocks, one_each=one_each)
 
     def followed_by(self, more: Pieces) -> Pieces:
         """Add rows that lie in other regions, behind these."""

@@ -49,6 +49,9 @@ class Source:
 
     def pieces_of(self, blocks: Ints) -> tuple[Pieces, Ints]:
         """Return the pieces of some blocks, and for each piece the position in `blocks`."""
+        if self.pieces.one_each:
+            everything = len(blocks) == self.num_blocks
+            return (self.pieces if everything else self.pieces.of(blocks)), np.arange(len(blocks))
         first, counts = self.first_piece[blocks], np.diff(self.first_piece)[blocks]
         positions = np.repeat(np.arange(len(blocks)), counts)
         within = np.arange(len(positions)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -62,7 +65,7 @@ class Source:
             keys=[self.keys[i] for i in blocks],
             lengths=self.lengths[chosen],
             checksums=[self.checksums[i] for i in blocks],
-            pieces=pieces.naming(positions),
+            pieces=pieces.naming(positions, one_each=self.pieces.one_each),
             first_piece=_first_pieces(positions, len(chosen)),
             options=self.options,
             tenant=self.tenant,
@@ -93,8 +96,9 @@ def plain_source(keys: Sequence[bytes], pieces: Pieces, options: PutOptions, ten
         tenant: Who is charged.
     """
     assert not options.chunk_bytes, options
-    first = _first_pieces(pieces.blocks, len(keys))
-    if len(pieces) == len(keys) and len(pieces.regions) == 1:
+    one_each = pieces.one_each
+    first = np.arange(len(keys) + 1) if one_each else _first_pieces(pieces.blocks, len(keys))
+    if one_each and len(pieces.regions) == 1:
         array = pieces.regions[0].array
         checksums = block_checksums(array, pieces.offsets, pieces.lengths)
         lengths = pieces.lengths

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.block_reader import Copied
-from kvstore.client.client_core import ClientCore, whole_blocks
+from kvstore.client.client_core import ClientCore
 from kvstore.client.client_record import ClientStatistics
 from kvstore.client.driver import Driver
 from kvstore.client.held_hit import HeldHit
@@ -268,7 +268,7 @@ class StoreClient:
         elif pin:
             raise InvalidValue(problem="pin and options exclude one another")
         lengths = np.broadcast_to(np.asarray(nbytes_each, dtype=np.int64), (len(keys),))
-        pieces = whole_blocks(region, offsets, lengths)
+        pieces = Pieces.of_blocks(region, offsets, lengths)
         return self.put_pieces(keys, pieces, options, timeout_s=timeout_s)
 
     def put_pieces(
