@@ -176,6 +176,7 @@ class BatchQueue:
                 logger.exception("an operation on %s failed unexpectedly", self._name)
                 error = StorageFailed(self._name, batch.operation, repr(caught))
             self._after_turn(batch, error)
+            del turn, batch, error  # a waiting thread keeps no memory of others alive
 
     def _take(self) -> tuple[Batch, int, int] | None:
         """The next steps to take; None at the end. An overdue batch gets none."""

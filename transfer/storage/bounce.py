@@ -20,10 +20,10 @@ import numpy as np
 
 from transfer.handle import Transfer
 from transfer.memory.memory import Memory, allocate
-from transfer.memory.region import Access, OfferTable, Region, RegionKey, make_offer
+from transfer.memory.region import Access, Bytes, OfferTable, Region, RegionKey, make_offer
 from transfer.pieces import Ints, Pieces, copy_pieces
 from transfer.priority import Priority
-from transfer.storage.storage import Storage, StorageRegion, Waiter
+from transfer.storage.storage import Storage, StorageRegion, fetch_now, store_now
 
 BUFFER_BYTES: Final = 1 << 20
 
@@ -165,17 +165,21 @@ class StorageEnd:
 
     def fill(self, bounce: Bounce, offsets: Ints, lengths: Ints, deadline: float) -> None:
         """Fetch, and wait."""
-        waiter = Waiter(self._storage.kind, "read", deadline)
-        pieces = Pieces(offsets + self._base, packed(lengths), lengths)
-        self._storage.fetch(bounce.region.array, pieces, deadline, waiter.end)
-        waiter.wait()
+        self.read(bounce.region.array, offsets, lengths, deadline)
 
     def drain(self, bounce: Bounce, offsets: Ints, lengths: Ints, deadline: float) -> None:
         """Store, and wait."""
-        waiter = Waiter(self._storage.kind, "write", deadline)
+        self.write(bounce.region.array, offsets, lengths, deadline)
+
+    def read(self, target: Bytes, offsets: Ints, lengths: Ints, deadline: float) -> None:
+        """Fetch pieces into host memory, packed, and wait."""
+        pieces = Pieces(offsets + self._base, packed(lengths), lengths)
+        fetch_now(self._storage, target, pieces, deadline)
+
+    def write(self, source: Bytes, offsets: Ints, lengths: Ints, deadline: float) -> None:
+        """Store packed pieces of host memory, and wait."""
         pieces = Pieces(packed(lengths), offsets + self._base, lengths)
-        self._storage.store(bounce.region.array, pieces, deadline, waiter.end)
-        waiter.wait()
+        store_now(self._storage, source, pieces, deadline)
 
 
 class PeerEnd:

@@ -30,7 +30,7 @@ from transfer.errors import (
     TransferTimeout,
 )
 from transfer.immediates import ImmediateBoard
-from transfer.memory.region import Access, Offer, OfferTable, RegionKey
+from transfer.memory.region import Access, Bytes, Offer, OfferTable, RegionKey
 from transfer.peer import PeerLink, PeerTable
 from transfer.pieces import Ints, out_of_bounds
 from transfer.storage.batch_queue import BatchQueue
@@ -196,22 +196,53 @@ class _ServedAsk:
         key = self._ask.buffer_key(self._peer)
         theirs = PeerEnd(self._service.moves, self._peer, key, None)
         whole = (ONE, ONE + self.weigh(0))
-        with (
-            self._service.using(self._ask.token),
-            self._service.bounces.borrow(lane) as bounce,
-        ):
+        with self._service.using(self._ask.token):
+            if region.kind == "file" and self._directly(own, key, offsets, lengths):
+                return
+            self._by_bounce(own, theirs, whole, lane)
+
+    def _directly(self, own: StorageEnd, key: RegionKey, offsets: Ints, lengths: Ints) -> bool:
+        """Let the disk fill or read the requester's buffer itself, if it is mapped here."""
+        window = self._service.map_buffer(self._peer, key, self.deadline)
+        if window is None or int(lengths.sum()) > len(window):
+            return False
+        if self._ask.kind is AskKind.READ:
+            own.read(window, offsets, lengths, self.deadline)
+            return True
+        self._check_live()
+        own.write(window, offsets, lengths, self.deadline)
+        return True
+
+    def _by_bounce(
+        self, own: StorageEnd, theirs: PeerEnd, whole: tuple[Ints, Ints], lane: int
+    ) -> None:
+        offsets, lengths = self._pieces
+        with self._service.bounces.borrow(lane) as bounce:
             if self._ask.kind is AskKind.READ:
                 own.fill(bounce, offsets, lengths, self.deadline)
                 theirs.drain(bounce, *whole, self.deadline)
                 return
             theirs.fill(bounce, *whole, self.deadline)
-            if not self._offer.live:
-                raise RegionUnknown(self._peer, "withdrawn meanwhile")
+            self._check_live()
             own.drain(bounce, offsets, lengths, self.deadline)
+
+    def _check_live(self) -> None:
+        if not self._offer.live:
+            raise RegionUnknown(self._peer, "withdrawn meanwhile")
 
 
 class StorageService:
-    """The owner's side. Thread-safe."""
+    """The owner's side. Thread-safe.
+
+    Args:
+        offers: what peers may ask for.
+        board: counts the immediates of signals.
+        moves: one-sided operations on the requesters' buffers.
+        bounces: own buffers, for requesters whose buffers are not mapped here.
+        queue: whose threads move the bytes; started by the first ask.
+        map_buffer: (peer, key, deadline) -> a requester's buffer as memory of this process, None
+            where it cannot be mapped.
+    """
 
     def __init__(
         self,
@@ -220,8 +251,10 @@ class StorageService:
         moves: PeerMoves,
         bounces: Bounces,
         queue: Callable[[], BatchQueue],
+        map_buffer: Callable[[str, RegionKey, float], Bytes | None],
     ) -> None:
         self.moves = moves
+        self.map_buffer = map_buffer
         self.bounces = bounces
         self._offers = offers
         self._board = board

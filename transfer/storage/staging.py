@@ -26,7 +26,7 @@ from transfer.errors import EngineClosed, TransferError
 from transfer.handle import Transfer
 from transfer.immediates import ImmediateBoard
 from transfer.memory.memory import Memory
-from transfer.memory.region import Access, OfferTable, Region, RegionKey
+from transfer.memory.region import Access, Bytes, OfferTable, Region, RegionKey
 from transfer.peer import PeerLink, PeerTable
 from transfer.pieces import EMPTY, Pieces
 from transfer.priority import Priority
@@ -48,8 +48,8 @@ from transfer.storage.service import Asking, PeerStorageEnd, StorageService
 from transfer.storage.storage import Done, Storage, StorageRegion, make_region
 from transfer.wire import ControlKind
 
-THREADS: Final = 4
-SERVING_THREADS: Final = 2
+THREADS: Final = 8  # more than a disk is asked at a time: some of them are copying
+SERVING_THREADS: Final = 8  # as many as a requester has: else its threads wait for one another
 QUEUED_MAX: Final = 256
 WITHDRAW_S: Final = 5.0
 BOTH: Final = Access.READ | Access.WRITE
@@ -84,7 +84,9 @@ class Staging:
         self.devices = CudaDevices()
         self._windows = CudaWindows(self.devices)
         self._asking = Asking(table)
-        self._service = StorageService(offers, board, moves, Bounces(offers), self._serving_queue)
+        self._service = StorageService(
+            offers, board, moves, Bounces(offers), self._serving_queue, self._map_buffer
+        )
 
     def register(self, memory: Memory | torch.Tensor | Storage) -> Region:
         """As `TransferEngine.register`."""
@@ -286,6 +288,12 @@ class Staging:
             lambda: self._asking.ask(AskKind.PLACE, key, deadline),
         )
         return StorageRegion(memory)
+
+    def _map_buffer(self, peer: str, key: RegionKey, deadline: float) -> Bytes | None:
+        link = self._table.ready(peer)
+        if link.backend != "shared_memory" or not key.shareable:
+            return None
+        return link.windows.get(key, deadline).array
 
     def _far_end(self, peer: str, key: RegionKey, priority: Priority | None) -> End:
         self._table.ready(peer)

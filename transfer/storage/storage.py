@@ -129,3 +129,17 @@ class Waiter:
             raise TransferTimeout(self._name, self._operation, elapsed_s=elapsed_s)
         if self._error is not None:
             raise self._error
+
+
+def fetch_now(storage: Storage, target: Bytes, pieces: Pieces, deadline: float) -> None:
+    """`Storage.fetch`, and wait. Raises as `Waiter.wait`."""
+    waiter = Waiter(storage.kind, "read", deadline)
+    storage.fetch(target, pieces, deadline, waiter.end)
+    waiter.wait()
+
+
+def store_now(storage: Storage, source: Bytes, pieces: Pieces, deadline: float) -> None:
+    """`Storage.store`, and wait. Raises as `Waiter.wait`."""
+    waiter = Waiter(storage.kind, "write", deadline)
+    storage.store(source, pieces, deadline, waiter.end)
+    waiter.wait()
