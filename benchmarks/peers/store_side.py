@@ -1,0 +1,178 @@
+"""What the sides of bench_kvstore_peers share: client processes that measure when told to.
+
+A side starts its servers and `CLIENTS` clients, says the processes' numbers in one line, and then
+answers one JSON line per line: {"op", "size", "blocks", "clients", "seconds"} -> figures.
+Runs in the interpreter of any peer: numpy and the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+CLIENTS = 4
+BUFFER_BYTES = 16 << 20  # what one operation moves at most
+SHARE_BYTES = 160 << 20  # of the pool, per client
+POOL_BYTES = CLIENTS * SHARE_BYTES
+READY_S = 60.0
+
+
+class StoreClient(Protocol):
+    """One client of a store. Every put is of new keys, unless the peer has no such notion."""
+
+    buffer: Any  # [BUFFER_BYTES] uint8: what is put, and where gets go
+
+    def put(self, size: int, blocks: int) -> None:
+        """Store `blocks` values of `size` bytes from the buffer."""
+
+    def get(self, size: int, blocks: int, turn: int) -> None:
+        """Read values that an earlier put stored into the buffer; `turn` says which."""
+
+    def tidy(self) -> bool:
+        """Make room if the share is used up, outside of the time measured; True if it was."""
+
+
+def filled(nbytes: int, seed: int) -> Any:
+    """Bytes that look different everywhere."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def start_server(command: list[str], port: int, folder: Path) -> subprocess.Popen[bytes]:
+    """Start a server and wait until its port answers."""
+    with (folder / f"server-{port}").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return process
+    raise RuntimeError(f"{command[0]} did not start")
+
+
+def measure(client: StoreClient, request: dict[str, Any], barrier: Barrier) -> dict[str, Any]:
+    """Carry out one request; what is not the store's work is left out of the time."""
+    size, blocks, op = request["size"], request["blocks"], request["op"]
+    before = client.buffer[: size * blocks].copy()
+    turn, spans, skipped = 0, [], 0.0
+    for _ in range(request.get("live", 4)):
+        client.put(size, blocks)
+    for _ in range(2):
+        client.get(size, blocks, turn)
+        turn += 1
+    barrier.wait(READY_S)
+    begin = now = time.perf_counter()
+    while now - begin - skipped < request["seconds"]:
+        if op == "put":
+            client.put(size, blocks)
+        else:
+            client.get(size, blocks, turn)
+            turn += 1
+        later = time.perf_counter()
+        spans.append(later - now)
+        now = later
+        if op == "put" and client.tidy():
+            later = time.perf_counter()
+            skipped, now = skipped + later - now, later
+    wall_s = now - begin - skipped
+    if op == "get" and not np.array_equal(client.buffer[: size * blocks], before):
+        raise RuntimeError("what came back is not what was put")
+    return {"wall_s": wall_s, "count": len(spans), "p50_us": 1e6 * statistics.median(spans)}
+
+
+def run_client(
+    make: Callable[..., StoreClient],
+    index: int,
+    arguments: tuple[Any, ...],
+    pipe: Connection,
+    barriers: dict[int, Barrier],
+) -> None:
+    """Be one client process."""
+    client = make(index, *arguments)
+    client.buffer[:] = filled(BUFFER_BYTES, index)
+    for _ in range(2 * SHARE_BYTES // (4 << 20)):  # so that the pool's pages exist
+        client.put(4 << 20, 1)
+        client.tidy()
+    pipe.send("ready")
+    while (request := pipe.recv()) is not None:
+        try:
+            pipe.send(measure(client, request, barriers[request["clients"]]))
+        except (RuntimeError, OSError, ValueError) as error:  # told to whoever asked
+            barriers[request["clients"]].abort()
+            pipe.send({"error": f"{type(error).__name__}: {error}"})
+    os._exit(0)  # some peers do not end by themselves
+
+
+def answer(pipes: list[Connection], barrier: Barrier, request: dict[str, Any]) -> dict[str, Any]:
+    """Ask as many clients as wanted at once, and add up what they say."""
+    barrier.reset()
+    chosen = pipes[: request["clients"]]
+    for pipe in chosen:
+        pipe.send(request)
+    found = [pipe.recv() for pipe in chosen]
+    errors = [one["error"] for one in found if "error" in one]
+    errors.sort(key=lambda text: text.startswith("Broken"))  # of those who waited for the one
+    if errors:
+        return {"error": errors[0]}
+    nbytes = request["size"] * request["blocks"]
+    return {
+        "gb_s": sum(one["count"] * nbytes / one["wall_s"] for one in found) / 1e9,
+        "p50_us": statistics.median(one["p50_us"] for one in found),
+        "count": sum(one["count"] for one in found),
+    }
+
+
+def serve(make: Callable[..., StoreClient], arguments: tuple[Any, ...], pids: list[int]) -> None:
+    """Start the clients and answer requests until the end of the input.
+
+    Args:
+        make: (index, *arguments) -> a client; picklable.
+        arguments: For it.
+        pids: Servers.
+    """
+    context = multiprocessing.get_context("spawn")
+    barriers = {count: context.Barrier(count) for count in (1, CLIENTS)}
+    pipes, processes = [], []
+    for index in range(CLIENTS):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=run_client, args=(make, index, arguments, theirs, barriers), daemon=True
+        )
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    for pipe in pipes:
+        if not pipe.poll(READY_S):
+            raise RuntimeError("a client did not start")
+        pipe.recv()
+    numbers = [os.getpid(), *pids, *(process.pid for process in processes)]
+    sys.stdout.write(json.dumps({"pids": numbers}) + "\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        request = json.loads(line)
+        found = answer(pipes, barriers[request["clients"]], request)
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
