@@ -48,6 +48,11 @@ class IndexedBlock:
         """First byte behind it."""
         return self.offset + self.nbytes
 
+    def is_copy_of(self, other: IndexedBlock) -> bool:
+        """Whether both hold the same bytes under the same name."""
+        mine = (self.key, self.length, self.checksum, self.chunk_bytes)
+        return mine == (other.key, other.length, other.checksum, other.chunk_bytes)
+
     def fits(self, nbytes: int) -> bool:
         """Whether it can lie in a segment of this size at all."""
         numbers_make_sense = (

@@ -1,24 +1,38 @@
-"""A node's standing with the master: registers what it lends, and says that it lives.
+"""A node's standing with the masters: registers what it lends, and says that it lives.
 
-    node                                  master
-      │ Register(segment 0, held) ──────────▶ │
-      │ Register(segment 1, held) ──────────▶ │
+    node                                  master i of N
+      │ Register(segment 0, share i, held) ─▶ │
+      │ Hold(segment 0, further blocks) ────▶ │   while there are more
+      │ Register(segment 1, ...) ───────────▶ │
       │ Heartbeat ──────────────────────────▶ │   every `heartbeat_s`
       │ ◀────────────────────── Known(False)  │   it forgot, or it is a new one: register again
 
-One thread does all of it; the bytes of the segments come and go meanwhile.
+Each master has its own share of each segment, and of what lies there:
+
+    segment  │  share of master 0  │  share of master 1  │ ... │ rest, unused │
+
+One thread does all of it; the bytes of the segments come and go meanwhile. It is woken when the
+connection to a master ends or another takes its place, so that a new master need not wait for the
+next heartbeat.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
+from msgspec.structs import asdict
+
+from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_directory
 from kvstore.errors import Fenced, KVStoreError
+from kvstore.shards.plan import shard_of
 from kvstore.wire import messages as m
-from kvstore.wire.master_link import MasterLink
+from kvstore.wire.master_link import MasterLink, ReplyT, expect
+from kvstore.wire.standing import MasterRecord, MasterStanding
+from transfer.fan_out import RpcFanOut
 
 if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
@@ -27,6 +41,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.1
+BEAT_S_MIN: Final = 0.25  # a heartbeat may take at least this long
+PIECE_BLOCKS: Final = 1 << 14
+SHARE_ALIGNMENT: Final = 4096
 
 
 class LentSegment(Protocol):
@@ -57,113 +74,240 @@ class Registration:
 
     Args:
         engine: The node's; its name is the node's incarnation, and open when `open` is called.
-        master_address: From `MasterServer.address`.
+        masters: The address of the only master, those of several, or a directory of them.
         config: The store's knobs.
         secret: The cluster secret.
+        on_work: Called with the way to a master that has copies for the node to make. Must not
+            wait.
     """
 
     def __init__(
         self,
         engine: TransferEngine,
-        master_address: str,
+        masters: str | Sequence[str] | MasterDirectory,
         config: KVStoreConfig,
         *,
         secret: bytes,
+        on_work: Callable[[MasterLink], None] = lambda link: None,
     ) -> None:
         self._engine = engine
         self._config = config
-        self._link = MasterLink(
-            master_address,
-            secret=secret,
-            identity=f"{engine.name}.node",
-            timeout_s=config.request_timeout_s,
-        )
+        self._on_work = on_work
+        self._directory = as_directory(masters)
+        self._ways = [
+            _Way(shard, engine.name, secret=secret, timeout_s=config.request_timeout_s)
+            for shard in range(self._directory.num_shards)
+        ]
+        self._rpc = RpcFanOut(secret, identity=f"{engine.name}.node", on_lost=self._lost)
         self._segments: Sequence[LentSegment] = ()
         self._closing = False
         self._awake = threading.Event()
         self._registered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-node", daemon=True)
-
-    @property
-    def link(self) -> MasterLink:
-        """The way to the master, for what else the node has to say."""
-        return self._link
+        for record in self._directory.masters():
+            self._meet(record)
 
     def open(self, segments: Sequence[LentSegment]) -> None:
         """Start to register these segments, in the background; see `wait`."""
         self._segments = segments
+        self._directory.subscribe(self._meet)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and tell the master that the node leaves. Idempotent."""
+        """Stop, and tell the masters that the node leaves. Idempotent."""
         if self._closing:
             return
         self._closing = True
+        self._directory.unsubscribe(self._meet)
         self._awake.set()
         if self._thread.is_alive():
             self._thread.join()
-        try:
-            if self._registered.is_set():
-                self._link.ask(m.Leave(self._engine.name), m.Done)
-        except KVStoreError as error:
-            logger.info("store node %s left without saying so: %s", self._engine.name, error)
-        self._link.close()
+        known = [way for way in self._ways if way.registered]
+        for _, reply in self._ask(known, m.Leave(self._engine.name), m.Done):
+            if isinstance(reply, KVStoreError):
+                logger.info("store node %s left without saying so: %s", self._engine.name, reply)
+        self._rpc.close()
+        for way in self._ways:
+            way.link.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the master knows this node; False at the deadline."""
+        """Wait until all masters know this node; False at the deadline."""
         return self._registered.wait(timeout_s)
 
     def use_master(self, address: str) -> None:
-        """Register with another master from now on."""
-        self._registered.clear()
-        self._link.redirect(address)
-        self._awake.set()
+        """Register with another master from now on, where there is one at a known address."""
+        assert isinstance(self._directory, StaticMasters), self._directory
+        self._directory.move([address])
+
+    @property
+    def links(self) -> tuple[MasterLink, ...]:
+        """The ways to the masters, by shard, for what else the node has to say."""
+        return tuple(way.link for way in self._ways)
+
+    # -- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing and self._beat():
             # Unregistered, it tries again soon: the master may be just starting.
-            registered = self._registered.is_set()
-            pause_s = self._config.heartbeat_s if registered else RETRY_S
-            self._awake.wait(pause_s)
+            registered = all(way.registered and way.answers for way in self._ways)
+            self._awake.wait(self._config.heartbeat_s if registered else RETRY_S)
             self._awake.clear()
 
     def _beat(self) -> bool:
-        """Tell the master that we live; False if it wants nothing of us ever again."""
+        """Tell the masters that we live; False if one wants nothing of us ever again."""
         name = self._engine.name
+        known = [way for way in self._ways if way.registered]
         try:
-            registered = self._registered.is_set()
-            if registered and not self._link.ask(m.Heartbeat(name), m.Known).known:
-                logger.info("the master does not know store node %s (any more)", name)
-                self._registered.clear()
-                registered = False
-            if not registered:
-                for segment in self._segments:
-                    self._register(segment)
-                self._registered.set()
+            for way, reply in self._ask(known, m.Heartbeat(name), m.Known, beat=True):
+                if isinstance(reply, Fenced):
+                    raise reply
+                way.answers = isinstance(reply, m.Known)
+                if not isinstance(reply, m.Known):
+                    logger.debug("heartbeat of store node %s: %s", name, reply)
+                elif not reply.known:
+                    logger.info("a master does not know store node %s (any more)", name)
+                    self._forgotten(way)
+                elif reply.copies:
+                    self._on_work(way.link)
+            self._register([way for way in self._ways if not way.registered])
         except Fenced:
             logger.warning("store node %s is fenced", name)
             return False
-        except KVStoreError as error:
-            logger.debug("heartbeat of store node %s: %s", name, error)
         return True
 
-    def _register(self, segment: LentSegment) -> None:
-        held = segment.held()
-        request = m.Register(
+    def _register(self, ways: Sequence[_Way]) -> None:
+        ways = [way for way in ways if way.standing.record.address]
+        if not ways:
+            return
+        held = [segment.held() for segment in self._segments]
+        for way in ways:
+            record, started_s = way.standing.record, time.monotonic()
+            try:
+                adopted = sum(
+                    self._tell(way, s, h) for s, h in zip(self._segments, held, strict=True)
+                )
+            except Fenced:
+                raise
+            except KVStoreError as error:
+                logger.debug("store node %s not registered: %s", self._engine.name, error)
+                continue
+            if way.standing.record.address != record.address:
+                continue  # it was told to a master that leads no more
+            way.registered = way.answers = True
+            logger.info(
+                "store node %s lends %s segments to master %s; %s blocks known again in %.0f ms",
+                self._engine.name,
+                len(self._segments),
+                record.shard,
+                adopted,
+                1e3 * (time.monotonic() - started_s),
+            )
+        if all(way.registered for way in self._ways):
+            self._registered.set()
+
+    def _tell(self, way: _Way, segment: LentSegment, held: m.HeldBlocks) -> int:
+        """Register one segment's share with one master; return how many blocks it adopted."""
+        base, capacity = share_of(segment.nbytes, way.standing.record.shard, len(self._ways))
+        pieces = list(_pieces(held, way.standing.record.shard, len(self._ways), base, capacity))
+        first = m.Register(
             node=self._engine.name,
             address=self._engine.address,
-            capacity=segment.nbytes,
+            capacity=capacity,
             untouched=segment.untouched,
-            held=held,
+            held=pieces[0],
             segment=segment.number,
             medium=segment.medium,
+            base=base,
+            more=len(pieces) > 1,
         )
-        adopted = self._link.ask(request, m.Registered).adopted
-        logger.info(
-            "store node %s lends %s bytes of %s; %s of %s blocks known again",
-            self._engine.name,
-            segment.nbytes,
-            segment.medium,
-            adopted,
-            len(held.keys),
+        adopted = self._one(way, first)
+        for idx, piece in enumerate(pieces[1:], start=2):
+            more = idx < len(pieces)
+            adopted += self._one(way, m.Hold(self._engine.name, segment.number, piece, more=more))
+        return adopted
+
+    def _one(self, way: _Way, request: m.Register | m.Hold) -> int:
+        ((_, reply),) = self._ask([way], request, m.Registered)
+        if isinstance(reply, KVStoreError):
+            raise reply
+        return reply.adopted
+
+    def _ask(
+        self,
+        ways: Sequence[_Way],
+        request: m.Request,
+        expected: type[ReplyT],
+        *,
+        beat: bool = False,
+    ) -> list[tuple[_Way, ReplyT | KVStoreError]]:
+        """Ask several masters the same; what went wrong takes the place of a reply."""
+        timeout_s = self._config.request_timeout_s
+        if beat:
+            timeout_s = min(timeout_s, max(BEAT_S_MIN, self._config.heartbeat_s / 2))
+        payload, operation = m.encode(request), type(request).__name__
+        asked = [(way, record) for way in ways if (record := way.standing.record).address]
+        replies = self._rpc.request([(r.address, payload) for _, r in asked], timeout_s=timeout_s)
+        results: list[tuple[_Way, ReplyT | KVStoreError]] = []
+        for (way, record), reply in zip(asked, replies, strict=True):
+            try:
+                answer = way.standing.read(operation, record, reply)
+                results.append((way, expect(request, answer.reply, expected)))
+            except KVStoreError as error:
+                results.append((way, error))
+        return results
+
+    # -- other threads --------------------------------------------------------------------------
+
+    def _meet(self, record: MasterRecord) -> None:
+        way = self._ways[record.shard]
+        previous = way.standing.record
+        if way.standing.meet(record):
+            way.link.redirect(record.address, term=record.term)
+            self._forgotten(way)
+            if previous.address and previous.address != record.address:
+                self._rpc.forget(previous.address)
+            self._awake.set()
+
+    def _forgotten(self, way: _Way) -> None:
+        self._registered.clear()
+        way.registered = False
+
+    def _lost(self, address: str) -> None:
+        if any(way.standing.record.address == address for way in self._ways):
+            self._awake.set()
+
+
+class _Way:
+    """One shard's master as this node knows it."""
+
+    def __init__(self, shard: int, name: str, *, secret: bytes, timeout_s: float) -> None:
+        self.standing = MasterStanding(MasterRecord(shard=shard), identity=f"{name}.node")
+        self.link = MasterLink("", secret=secret, identity=f"{name}.copies", timeout_s=timeout_s)
+        self.registered = False
+        self.answers = False
+
+
+def share_of(nbytes: int, shard: int, num_shards: int) -> tuple[int, int]:
+    """Return (start, size) of the part of a segment that belongs to one of several masters."""
+    if num_shards == 1:
+        return 0, nbytes
+    share = nbytes // num_shards // SHARE_ALIGNMENT * SHARE_ALIGNMENT
+    return shard * share, share
+
+
+def _pieces(
+    held: m.HeldBlocks, shard: int, num_shards: int, base: int, capacity: int
+) -> Iterator[m.HeldBlocks]:
+    """Cut what lies in one share into messages; at least one, in the order of offsets."""
+    theirs = [
+        row
+        for row in sorted(range(len(held.keys)), key=held.offsets.__getitem__)
+        if base <= held.offsets[row] < base + capacity
+        and (num_shards == 1 or shard_of(held.keys[row], num_shards) == shard)
+    ]
+    columns = asdict(held)
+    for start in range(0, max(1, len(theirs)), PIECE_BLOCKS):
+        rows = theirs[start : start + PIECE_BLOCKS]
+        yield m.HeldBlocks(
+            **{name: [c[row] for row in rows] if c else [] for name, c in columns.items()}
         )

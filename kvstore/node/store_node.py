@@ -13,16 +13,26 @@ master that it lives, and remembers what was written, so that a new master can b
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvstore.discovery.directory import MasterDirectory
 from kvstore.errors import KVStoreError, StoreClosed
+from kvstore.node.copier import Copier, CopyFigures
 from kvstore.node.index_keeper import IndexKeeper
+from kvstore.node.indexed_block import IndexedBlock
+from kvstore.node.kept_index import IndexFigures
 from kvstore.node.registration import Registration
+from kvstore.node.scrubber import Scrubber, ScrubFigures
 from kvstore.node.segment import Segment, make_segments
 from kvstore.node.ssd_segment import MakeSlab
+from kvstore.node.target_keys import TargetKeys
+from kvstore.shards.plan import shard_of
+from kvstore.wire import messages as m
 from kvstore.wire.peer_messages import (
     TO_NODE,
     AskSegment,
@@ -30,15 +40,26 @@ from kvstore.wire.peer_messages import (
     Written,
     decode_to_node,
     encode_to_client,
+    encode_to_node,
 )
 from transfer import TransferError
 from transfer.backends.file import FileSlab
 
 if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
+    from kvstore.discovery.directory import MasterDirectory
     from transfer import RegionKey, TransferEngine
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatistics:
+    """A node now: its segments' indices by number, and what was done since it was opened."""
+
+    segments: tuple[IndexFigures, ...]
+    scrub: ScrubFigures
+    copies: CopyFigures
 
 
 class StoreNode:
@@ -48,7 +69,7 @@ class StoreNode:
 
     Args:
         engine: Open, or opened before `open`.
-        master_address: From `MasterServer.address`.
+        masters: The address of the only master, those of several, or a directory of them.
         config: The store's knobs; `config.lent` says what is lent.
         secret: The cluster secret.
         make_slab: What reads and writes the files of SSD segments.
@@ -57,18 +78,23 @@ class StoreNode:
     def __init__(
         self,
         engine: TransferEngine,
-        master_address: str,
+        masters: str | Sequence[str] | MasterDirectory,
         config: KVStoreConfig,
         *,
         secret: bytes,
         make_slab: MakeSlab = FileSlab,
     ) -> None:
         self._engine = engine
-        self._registration = Registration(engine, master_address, config, secret=secret)
         self._segments = make_segments(
             config.lent, verify_bytes=config.verify_bytes, make_slab=make_slab
         )
+        self._keys = TargetKeys(engine)
+        self._copier = Copier(engine, self._segments, config, self._keys)
+        self._registration = Registration(
+            engine, masters, config, secret=secret, on_work=self._copier.wake
+        )
         self._keeper = IndexKeeper(self._segments)
+        self._scrubber = Scrubber(self._segments, config.scrub, self._report)
         self._stack = ExitStack()
 
     @property
@@ -95,6 +121,9 @@ class StoreNode:
             self._keeper.open()
             stack.callback(self._registration.close)
             self._registration.open(self._segments)
+            for worker in (self._scrubber, self._copier):
+                stack.callback(worker.close)
+                worker.open()
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -117,6 +146,14 @@ class StoreNode:
         """Register with another master from now on."""
         self._registration.use_master(address)
 
+    def statistics(self) -> NodeStatistics:
+        """Return its figures. Raises StoreClosed if it was never open."""
+        return NodeStatistics(
+            segments=tuple(segment.figures() for segment in self._segments),
+            scrub=replace(self._scrubber.figures()),
+            copies=replace(self._copier.figures()),
+        )
+
     def on_notify(self, peer: str, payload: bytes) -> bool:
         """Take a note if it is for a store node.
 
@@ -135,6 +172,8 @@ class StoreNode:
         try:
             if isinstance(note, AskSegment):
                 self._answer(peer, note)
+            elif isinstance(note, OfferSegment):
+                self._keys.receive(peer, note)
             else:
                 self._record(note)
         except (TransferError, KVStoreError) as error:
@@ -155,10 +194,29 @@ class StoreNode:
         return self._segments[number]
 
     def _answer(self, peer: str, note: AskSegment) -> None:
-        key = self._segment(note.segment).offer_to(peer)
+        key = self._segment(note.segment).offer_to(peer, for_copies=note.for_copies)
         offer = OfferSegment(ask_id=note.ask_id, region_key=key.encode())
-        self._engine.notify(peer, encode_to_client(offer))
+        encode = encode_to_node if note.for_copies else encode_to_client
+        self._engine.notify(peer, encode(offer))
 
     def _record(self, note: Written) -> None:
         self._segment(note.segment).record(note.held)
         self._keeper.wake()
+
+    def _report(self, segment: int, blocks: Sequence[IndexedBlock]) -> int:
+        """Tell the masters of blocks that are no more; return how many they believed in."""
+        links = self._registration.links
+        dropped = 0
+        for shard, link in enumerate(links):
+            theirs = [block for block in blocks if shard_of(block.key, len(links)) == shard]
+            if theirs:
+                request = m.ReportBad(
+                    client=self.name,
+                    keys=[block.key for block in theirs],
+                    nodes=[self.name] * len(theirs),
+                    offsets=[block.offset for block in theirs],
+                    corrupt=[True] * len(theirs),
+                    segments=[segment] * len(theirs),
+                )
+                dropped += link.ask(request, m.Done).count
+        return dropped

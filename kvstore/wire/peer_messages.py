@@ -16,10 +16,14 @@ TO_CLIENT = b"kvstore.client:"
 
 
 class AskSegment(msgspec.Struct, frozen=True, tag="ask_segment"):
-    """Offer me one of your segments. `ask_id` comes back in the answer."""
+    """Offer me one of your segments. `ask_id` comes back in the answer.
+
+    `for_copies`: the asker's node asks, and is answered; not the client on the same engine.
+    """
 
     ask_id: int
     segment: int = 0
+    for_copies: bool = False
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
@@ -36,7 +40,7 @@ class OfferSegment(msgspec.Struct, frozen=True, tag="offer_segment"):
     region_key: bytes
 
 
-NodeNote = AskSegment | Written
+NodeNote = AskSegment | Written | OfferSegment
 
 _encoder = msgspec.msgpack.Encoder()
 _node_decoder: msgspec.msgpack.Decoder[NodeNote] = msgspec.msgpack.Decoder(NodeNote)
