@@ -22,6 +22,11 @@ class Purpose(IntEnum):
         """Whether the source copy goes when the new one is there."""
         return self not in (Purpose.REPLICATE, Purpose.SPREAD)
 
+    @property
+    def may_evict(self) -> bool:
+        """Whether older blocks of the target may go for it. A drain loses nothing elsewhere."""
+        return self is Purpose.DEMOTE
+
 
 class Outcome(StrEnum):
     """How an order ended; `retried` is no end."""

@@ -34,14 +34,20 @@ class CopyPool(Protocol):
     def node_of(self, segment: int) -> str | None:
         """Return the node that lends a segment; None if it is gone."""
 
-    def open_copy(self, row: int, target: int, now: float) -> int | None:
-        """Take space in `target` for a further copy; None if there is none."""
+    def open_copy(self, row: int, target: int, now: float, *, evict: bool = False) -> int | None:
+        """Take space in `target` for a further copy; None if there is none.
 
-    def commit_copy(self, copy_id: int) -> bool:
+        With `evict`, older blocks of the target may go for it.
+        """
+
+    def commit_copy(self, copy_id: int, now: float) -> bool:
         """Make a written copy count; False if it is too late, or its segment is gone."""
 
     def abort_copy(self, copy_id: int, *, at_rest: bool) -> None:
         """Give a copy up; what may still be written is quarantined unless `at_rest`."""
+
+    def settle_late(self, node: str, copy_id: int) -> None:
+        """Free what is quarantined for a copy that its node reports after all."""
 
     def drop(self, row: int) -> None:
         """Let one copy go."""
@@ -69,6 +75,7 @@ class Copying:
         pool: Opens, commits and gives up copies.
         targets: Returns the segments that the order of a row may go to, the best first.
         ended: Told how each order ended.
+        nodes_with_work: Kept up to date: nodes for which something waits.
     """
 
     def __init__(
@@ -78,44 +85,68 @@ class Copying:
         *,
         targets: Callable[[CopyOrder, int], Iterable[int]],
         ended: Callable[[CopyOrder, Outcome], None],
+        nodes_with_work: set[str],
     ) -> None:
         self._bounds = bounds
         self._pool = pool
         self._targets = targets
         self._ended = ended
+        self._with_work = nodes_with_work
         self._queues: dict[str, tuple[deque[CopyOrder], ...]] = {}
         self._queued = 0
-        self._keys: dict[bytes, Purpose] = {}  # of all orders, queued and under way
-        self._started: dict[int, Started] = {}  # in the order of their deadlines
+        self._waiting: dict[bytes, CopyOrder] = {}  # what counts of the queues
+        self._moving: dict[bytes, CopyOrder] = {}  # opened
+        self._ready: dict[str, deque[Started]] = {}  # opened ahead of their turn
+        self._started: dict[int, Started] = {}  # in the order of their deadlines; also the ready
         self._busy: dict[str, Counter[int]] = {}  # node -> copy id -> bytes
         self.counts: Counter[tuple[Purpose, Outcome]] = Counter()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._waiting) + len(self._moving)
 
     def purpose_of(self, key: bytes) -> Purpose | None:
         """Return why a block is being copied, or waits for it; None if it is not."""
-        return self._keys.get(key)
-
-    def has_work(self, node: str) -> bool:
-        """Tell whether a node should ask for work now."""
-        queues = self._queues.get(node)
-        return queues is not None and any(queues) and self._has_hand_free(node, 0)
+        order = self._moving.get(key) or self._waiting.get(key)
+        return None if order is None else order.purpose
 
     def order(self, order: CopyOrder) -> bool:
-        """Queue a copy; False if there is one of this block, or too many are waiting."""
+        """Queue a copy; False if there is one of this block, or too many are waiting.
+
+        A more urgent one takes the place of one that waits.
+        """
         node = self._pool.node_of(order.source)
-        if node is None or order.key in self._keys or self._queued >= self._bounds.queued_max:
+        if node is None or self._queued >= self._bounds.queued_max or self._is_behind(order):
             return False
         self._enqueue(node, order)
         return True
 
+    def order_at_once(self, order: CopyOrder, row: int, now: float) -> bool:
+        """Open a copy ahead of its turn, so that its source stays in place from now on.
+
+        False if there is one of this block, its node has no hand free, or there is no room.
+        """
+        node = self._pool.node_of(order.source)
+        if node is None or self._is_behind(order):
+            return False
+        if not self._has_hand_free(node, self._pool.stored_bytes(row)):
+            return False
+        copy = self._open(order, row, node, now)
+        if copy is None:
+            return False
+        self._ready.setdefault(node, deque()).append(copy)
+        self._with_work.add(node)
+        return True
+
     def start(self, node: str, *, limit: int, now: float) -> list[Started]:
-        """Open the next copies that a node should make."""
-        started: list[Started] = []
+        """Return the next copies that a node should make, opened."""
+        ready = self._ready.get(node, deque())
+        started = [ready.popleft() for _ in range(min(limit, len(ready)))]
         for queue in self._queues.get(node, ()):
             while queue and len(started) < limit:
                 order = queue[0]
+                if self._waiting.get(order.key) is not order:  # another took its place
+                    self._dequeue(queue)
+                    continue
                 row = self._pool.row_in(order.key, order.source)
                 if row is None:  # evicted or removed meanwhile
                     self._end(self._dequeue(queue), Outcome.GONE)
@@ -135,14 +166,13 @@ class Copying:
         done: Sequence[int],
         failed: Sequence[int],
         corrupt: Sequence[int],
+        now: float,
     ) -> None:
-        """Take a node's report. Ids that are unknown (ended by the deadline, or another node's)
-        are ignored.
-        """
+        """Take a node's report. What the deadline ended is settled; unknown ids are ignored."""
         for copy_id in done:
             copy = self._take(node, copy_id)
             if copy is not None:
-                self._commit(copy)
+                self._commit(copy, now)
         for copy_id in failed:
             copy = self._take(node, copy_id)
             if copy is not None:
@@ -163,8 +193,10 @@ class Copying:
             copy = next(iter(self._started.values()))
             if copy.deadline_s > now:
                 return
+            # What was never handed out is written by nobody.
+            at_rest = copy in self._ready.get(copy.node, ())
             self._remove(copy)
-            self._pool.abort_copy(copy.copy_id, at_rest=False)
+            self._pool.abort_copy(copy.copy_id, at_rest=at_rest)
             self._try_again(copy.order)
 
     def cancel(self, purpose: Purpose, source: int) -> None:
@@ -178,7 +210,7 @@ class Copying:
         for order in queue:
             if order.source == source:
                 self._queued -= 1
-                self._end(order, Outcome.CANCELLED)
+                self._leave_queue(order, Outcome.CANCELLED)
         queue.clear()
         queue.extend(kept)
 
@@ -186,19 +218,22 @@ class Copying:
         """Forget what a lost node should have copied; the pool counts what it had opened."""
         for queue in self._queues.pop(node, ()):
             while queue:
-                self._end(self._dequeue(queue), Outcome.GONE)
+                self._leave_queue(self._dequeue(queue), Outcome.GONE)
         for copy_id in list(self._busy.get(node, ())):
             copy = self._started[copy_id]
             self._remove(copy)
             self._end(copy.order, Outcome.GONE)
+        self._forget_if_idle(node)
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless queues, keys and what is under way agree."""
         queued = [o for queues in self._queues.values() for queue in queues for o in queue]
-        orders = [*queued, *(copy.order for copy in self._started.values())]
-        if len(queued) != self._queued or {o.key: o.purpose for o in orders} != self._keys:
-            self._fail("the keys are not those of the orders")
-        if len(orders) != len(self._keys):
+        waiting = [o for o in queued if self._waiting.get(o.key) is o]
+        if len(queued) != self._queued or len(waiting) != len(self._waiting):
+            self._fail("what waits is not what is queued")
+        if {c.order.key: c.order for c in self._started.values()} != self._moving:
+            self._fail("what moves is not what was opened")
+        if len(self._started) != len(self._moving) or self._moving.keys() & self._waiting.keys():
             self._fail("two copies of one block are ordered")
         busy = {copy_id for copies in self._busy.values() for copy_id in copies}
         if busy != set(self._started):
@@ -210,13 +245,27 @@ class Copying:
 
     # -- inside -------------------------------------------------------------------------------
 
+    def _is_behind(self, order: CopyOrder) -> bool:
+        """Tell whether an order has to stand back; else nothing waits for this block any more."""
+        waiting = self._waiting.get(order.key)
+        if order.key in self._moving or (waiting and waiting.purpose <= order.purpose):
+            return True
+        if waiting is not None:
+            self._leave_queue(waiting, Outcome.CANCELLED)
+        return False
+
+    def _leave_queue(self, order: CopyOrder, outcome: Outcome) -> None:
+        if self._waiting.get(order.key) is order:
+            self._end(order, outcome)
+
     def _enqueue(self, node: str, order: CopyOrder) -> None:
         queues = self._queues.get(node)
         if queues is None:
             queues = self._queues[node] = tuple(deque() for _ in Purpose)
         queues[order.purpose].append(order)
+        self._with_work.add(node)
         self._queued += 1
-        self._keys[order.key] = order.purpose
+        self._waiting[order.key] = order
 
     def _dequeue(self, queue: deque[CopyOrder]) -> CopyOrder:
         self._queued -= 1
@@ -226,7 +275,7 @@ class Copying:
         nbytes = self._pool.stored_bytes(row)
         targets = (order.target,) if order.target is not None else self._targets(order, row)
         for target in targets:
-            copy_id = self._pool.open_copy(row, target, now)
+            copy_id = self._pool.open_copy(row, target, now, evict=order.purpose.may_evict)
             if copy_id is None:
                 continue
             copy = Started(
@@ -237,15 +286,17 @@ class Copying:
                 nbytes=nbytes,
                 deadline_s=now + self._bounds.deadline_s,
             )
+            self._waiting.pop(order.key, None)
+            self._moving[order.key] = order
             self._started[copy_id] = copy
             self._busy.setdefault(node, Counter())[copy_id] = nbytes
             return copy
         self._end(order, Outcome.NO_SPACE)
         return None
 
-    def _commit(self, copy: Started) -> None:
+    def _commit(self, copy: Started, now: float) -> None:
         order = copy.order
-        if not self._pool.commit_copy(copy.copy_id):
+        if not self._pool.commit_copy(copy.copy_id, now):
             self._end(order, Outcome.GONE)
             return
         if order.purpose.moves:
@@ -260,10 +311,12 @@ class Copying:
             self._end(order, Outcome.FAILED)
             return
         self.counts[order.purpose, Outcome.RETRIED] += 1
+        self._moving.pop(order.key, None)
         self._enqueue(node, replace(order, attempts=order.attempts + 1))
 
     def _take(self, node: str, copy_id: int) -> Started | None:
         if copy_id not in self._busy.get(node, ()):
+            self._pool.settle_late(node, copy_id)
             return None
         copy = self._started[copy_id]
         self._remove(copy)
@@ -275,9 +328,13 @@ class Copying:
         del copies[copy.copy_id]
         if not copies:
             del self._busy[copy.node]
+        ready = self._ready.get(copy.node)
+        if ready is not None and copy in ready:
+            ready.remove(copy)
 
     def _end(self, order: CopyOrder, outcome: Outcome) -> None:
-        del self._keys[order.key]
+        self._waiting.pop(order.key, None)
+        self._moving.pop(order.key, None)
         self.counts[order.purpose, outcome] += 1
         self._ended(order, outcome)
 
@@ -289,8 +346,12 @@ class Copying:
         return fits and len(copies) < self._bounds.per_node
 
     def _forget_if_idle(self, node: str) -> None:
-        if node in self._queues and not any(self._queues[node]):
-            del self._queues[node]
+        if not self._ready.get(node, True):
+            del self._ready[node]
+        if not any(self._queues.get(node, ())):
+            self._queues.pop(node, None)
+            if node not in self._ready:
+                self._with_work.discard(node)
 
     @staticmethod
     def _fail(problem: str) -> None:

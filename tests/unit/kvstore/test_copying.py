@@ -41,7 +41,7 @@ class FakePool:
     def node_of(self, segment):
         return self.nodes.get(segment)
 
-    def open_copy(self, row, target, now):
+    def open_copy(self, row, target, now, *, evict=False):
         if not self.room[target]:
             return None
         self.room[target] -= 1
@@ -49,7 +49,7 @@ class FakePool:
         self.open[self._ids] = (self.rows[row][0], target)
         return self._ids
 
-    def commit_copy(self, copy_id):
+    def commit_copy(self, copy_id, now):
         key, target = self.open.pop(copy_id)
         if target not in self.nodes:
             return False
@@ -63,6 +63,10 @@ class FakePool:
         else:
             self.quarantined.append(copy_id)
 
+    def settle_late(self, node, copy_id):
+        if copy_id in self.quarantined:
+            self.quarantined.remove(copy_id)
+
     def drop(self, row):
         del self.rows[row]
 
@@ -71,11 +75,13 @@ class Bench:
     def __init__(self, nbytes: int = 100, **bounds: object) -> None:
         self.pool = FakePool(nbytes)
         self.ended: list[tuple[Purpose, Outcome]] = []
+        self.with_work: set[str] = set()
         self.copying = Copying(
             CopyBounds(**bounds),
             self.pool,
             targets=lambda order, row: (1, 2),
             ended=lambda order, outcome: self.ended.append((order.purpose, outcome)),
+            nodes_with_work=self.with_work,
         )
 
     def want(self, purpose=Purpose.REBALANCE, source=0, target=None) -> bytes:
@@ -91,7 +97,7 @@ class Bench:
         return started
 
     def finish(self, node="a", done=(), failed=(), corrupt=()):
-        self.copying.finish(node, done=done, failed=failed, corrupt=corrupt)
+        self.copying.finish(node, done=done, failed=failed, corrupt=corrupt, now=0.0)
         self.copying.check_invariants()
 
 
@@ -126,11 +132,10 @@ def test_bounds_of_number_and_bytes_hold_per_node():
         bench.want(source=1)
     first = bench.start()
     assert len(first) == 3
-    assert not bench.copying.has_work("a")
     assert bench.start() == []
+    assert "a" in bench.with_work
     assert len(bench.start("b")) == 3
     bench.finish(done=[first[0].copy_id])
-    assert bench.copying.has_work("a")
     assert len(bench.start()) == 1
     large = Bench(nbytes=40_000, per_node=10, bytes_per_node=1 << 16)
     for _ in range(3):
@@ -169,7 +174,8 @@ def test_a_copy_that_nobody_reports_is_quarantined():
     assert bench.pool.quarantined == []
     bench.copying.expire(15.0)
     assert bench.pool.quarantined == [copy.copy_id]
-    bench.finish(done=[copy.copy_id])  # too late: ignored
+    bench.finish(done=[copy.copy_id])  # too late, but its bytes are at rest now
+    assert bench.pool.quarantined == []
     (again,) = bench.start(now=16.0)
     assert again.copy_id != copy.copy_id
     bench.finish(done=[again.copy_id])
@@ -254,3 +260,50 @@ def test_cancelled_orders_end_and_those_under_way_go_on():
     assert bench.copying.purpose_of(other) is Purpose.FILL
     bench.finish(done=[copy.copy_id])
     assert bench.pool.where(first) == [1]
+
+
+def test_what_is_opened_at_once_waits_for_its_node_and_goes_first():
+    bench = Bench(per_node=2, deadline_s=10.0)
+    bench.want(Purpose.DRAIN)
+    keys = [bench.pool.put(0) for _ in range(3)]
+    orders = [CopyOrder(key=key, source=0, purpose=Purpose.DEMOTE) for key in keys]
+    rows = [bench.pool.row_in(key, 0) for key in keys]
+    opened = [
+        bench.copying.order_at_once(order, row, 0.0)
+        for order, row in zip(orders, rows, strict=True)
+    ]
+    assert opened == [True, True, False], "within the node's bounds"
+    assert bench.with_work == {"a"}
+    started = bench.start(now=1.0)
+    assert [copy.order for copy in started] == orders[:2]
+    bench.finish(done=[copy.copy_id for copy in started])
+    assert bench.start()[0].order.purpose is Purpose.DRAIN
+    assert bench.with_work == set()
+
+
+def test_what_was_never_handed_out_is_not_quarantined():
+    bench = Bench(attempts=1, deadline_s=10.0)
+    key = bench.pool.put(0)
+    order = CopyOrder(key=key, source=0, purpose=Purpose.DEMOTE)
+    assert bench.copying.order_at_once(order, bench.pool.row_in(key, 0), 0.0)
+    bench.copying.expire(10.0)
+    assert (bench.pool.quarantined, bench.pool.room[1]) == ([], 100)
+    assert bench.ended == [(Purpose.DEMOTE, Outcome.FAILED)]
+
+
+def test_an_urgent_order_takes_the_place_of_one_that_waits():
+    bench = Bench()
+    key = bench.want(Purpose.FILL)
+    other = bench.pool.put(0)
+    bench.pool.rows[999] = (key, 1)
+    urgent = CopyOrder(key=key, source=1, purpose=Purpose.DRAIN, target=2)
+    assert bench.copying.order(urgent)
+    bench.copying.check_invariants()
+    assert bench.ended == [(Purpose.FILL, Outcome.CANCELLED)]
+    assert bench.start("a") == []
+    (copy,) = bench.start("b")
+    assert copy.order is urgent
+    assert not bench.copying.order(CopyOrder(key=key, source=0, purpose=Purpose.DRAIN))
+    assert bench.copying.order(CopyOrder(key=other, source=0, purpose=Purpose.FILL))
+    bench.finish("b", done=[copy.copy_id])
+    assert bench.pool.where(key) == [0, 2]
