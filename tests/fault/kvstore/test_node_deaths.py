@@ -1,0 +1,170 @@
+"""Store nodes with SSD segments, killed while they write, and started again."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import xxhash
+
+from tests.support.lending_process import LendingProcess, Putter, slab_segment
+from tests.support.ordering_master import OrderingMaster
+from transfer import TransferError
+
+SIZE = 16 << 20
+BLOCK = 1 << 18
+WAIT_S = 40.0
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def master(stack):
+    return stack.enter_context(OrderingMaster(b"s"))
+
+
+@pytest.fixture
+def putter(stack):
+    return Putter(stack, SIZE)
+
+
+def wait_held(node, number):
+    deadline = time.monotonic() + WAIT_S
+    while len((held := node.ask("held", 0)).keys) != number:
+        assert time.monotonic() < deadline, len(held.keys)
+        time.sleep(0.02)
+    return held
+
+
+def wrong_blocks(path, held):
+    """Positions of blocks whose bytes in the file are not what they should be."""
+    content = np.fromfile(path, dtype=np.uint8)
+    return [
+        i
+        for i, (offset, length) in enumerate(zip(held.offsets, held.lengths, strict=True))
+        if xxhash.xxh3_64_intdigest(content[offset : offset + length]) != held.checksums[i]
+    ]
+
+
+def test_killed_and_restarted_it_offers_what_it_has(tmp_path, master, putter):
+    segments = [slab_segment(tmp_path / "slab", SIZE)]
+    node = LendingProcess(master.address, segments)
+    key = putter.key(node)
+    keys = [putter.put(node, key, i * BLOCK, BLOCK) for i in range(40)]
+    wait_held(node, 40)
+    time.sleep(0.2)  # the index is written a moment later
+    node.kill()
+    again = LendingProcess(master.address, segments)
+    registered = master.registered[-1]
+    assert registered.node == again.name != node.name
+    assert registered.held.keys == keys
+    assert registered.untouched
+    assert wrong_blocks(tmp_path / "slab", registered.held) == []
+    again.close()
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_killed_in_the_middle_of_a_put(tmp_path, master, putter, attempt):
+    """Whatever of the new block is in place: the old ones there are not offered any more."""
+    seed = secrets.randbits(32)
+    rng = random.Random(seed)
+    segments = [slab_segment(tmp_path / "slab", SIZE)]
+    # Nothing is verified at the start, so what is stale would be told.
+    node = LendingProcess(master.address, segments, verify_bytes=0)
+    key = putter.key(node)
+    for i in range(60):
+        putter.put(node, key, i * BLOCK, BLOCK)
+    before = wait_held(node, 60)
+    time.sleep(0.2)
+    low, high = 10 * BLOCK + 1000, 50 * BLOCK - 1000
+    putter.fill(high - low)
+    put = putter.engine.write(node.name, putter.region, key, 0, low, high - low)
+    slab = tmp_path / "slab"
+    was = np.fromfile(slab, dtype=np.uint8)[:SIZE]
+    time.sleep(rng.random() * 0.02)
+    node.kill()
+    try:
+        put.wait(WAIT_S)
+        cut = False
+    except TransferError:
+        cut = True
+    found = np.fromfile(slab, dtype=np.uint8)[:SIZE]
+    again = LendingProcess(master.address, segments, verify_bytes=0)
+    held = master.registered[-1].held
+    assert wrong_blocks(slab, held) == [], (seed, cut)
+    untouched = [
+        k
+        for k, offset, length in zip(before.keys, before.offsets, before.lengths, strict=True)
+        if offset + length <= low or high <= offset
+    ]
+    assert set(untouched) <= set(held.keys), seed
+    assert cut or not np.array_equal(was, found), "the fault came in time"
+    again.close()
+
+
+@pytest.mark.parametrize("torn", [0, 1, 9, 40, 10_000])
+def test_killed_in_the_middle_of_an_index_record(tmp_path, master, putter, torn):
+    segments = [slab_segment(tmp_path / "slab", SIZE)]
+    node = LendingProcess(master.address, segments)
+    key = putter.key(node)
+    keys = [putter.put(node, key, i * BLOCK, BLOCK) for i in range(10)]
+    wait_held(node, 10)
+    time.sleep(0.2)
+    node.ask("die_in_append", torn)
+    last = putter.put(node, key, 10 * BLOCK, BLOCK)
+    node.ended(-9)
+    again = LendingProcess(master.address, segments)
+    expected = keys + ([last] if torn == 10_000 else [])
+    assert master.registered[-1].held.keys == expected
+    key = putter.key(again)
+    more = putter.put(again, key, 11 * BLOCK, BLOCK)
+    wait_held(again, len(expected) + 1)
+    again.close()
+    third = LendingProcess(master.address, segments)
+    assert master.registered[-1].held.keys == [*expected, more]
+    third.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["slab", "slab.index"]
+
+
+def test_killed_before_an_overwrite_is_noted(tmp_path, master, putter):
+    """The old block is forgotten in the file before its bytes are touched; if that note is torn,
+    the bytes were not touched either.
+    """
+    segments = [slab_segment(tmp_path / "slab", SIZE)]
+    node = LendingProcess(master.address, segments, verify_bytes=0)
+    key = putter.key(node)
+    keys = [putter.put(node, key, i * BLOCK, BLOCK) for i in range(4)]
+    wait_held(node, 4)
+    time.sleep(0.2)
+    node.ask("die_in_append", 5)
+    putter.fill(BLOCK)
+    with pytest.raises(TransferError):
+        putter.engine.write(node.name, putter.region, key, 0, BLOCK, BLOCK).wait(WAIT_S)
+    node.ended(-9)
+    again = LendingProcess(master.address, segments, verify_bytes=0)
+    held = master.registered[-1].held
+    assert held.keys == keys
+    assert wrong_blocks(tmp_path / "slab", held) == []
+    again.close()
+
+
+def test_two_nodes_on_one_file(tmp_path, master, putter):
+    segments = [slab_segment(tmp_path / "slab", SIZE)]
+    node = LendingProcess(master.address, segments)
+    key = putter.key(node)
+    putter.put(node, key, 0, BLOCK)
+    with pytest.raises((AssertionError, EOFError)):
+        LendingProcess(master.address, segments)  # its node raises StorageBusy: it never starts
+    wait_held(node, 1)
+    node.close()
+    again = LendingProcess(master.address, segments)
+    assert len(master.registered[-1].held.keys) == 1
+    again.close()

@@ -1,0 +1,130 @@
+"""A store node in a process of its own, and a peer that puts blocks into it one-sided."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import secrets
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.schema import TransferConfig
+from kvstore.wire import messages as m
+from kvstore.wire.peer_messages import (
+    TO_CLIENT,
+    AskSegment,
+    Written,
+    decode_to_client,
+    encode_to_node,
+)
+from tests.support.lending_node import LendingNode, stored_form
+from transfer import RegionKey, TransferEngine, allocate
+
+WAIT_S = 40.0
+SECRET = b"s"
+
+
+def die_in_append(nbytes: int) -> None:
+    """From now on the first record of an index is torn after so many bytes, by SIGKILL."""
+    pwrite = os.pwrite
+
+    def torn(fd: int, data: Any, at: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".index"):
+            pwrite(fd, bytes(data)[:nbytes], at)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pwrite(fd, data, at)
+
+    os.pwrite = torn
+
+
+def serve(pipe, master: str, segments: list[dict[str, Any]], knobs: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        node = LendingNode(stack, master, SECRET, segments, **knobs)
+        pipe.send((node.name, node.engine.address))
+        while (request := pipe.recv()) is not None:
+            if request[0] == "die_in_append":
+                die_in_append(request[1])
+                pipe.send(None)
+            elif request[0] == "held":
+                pipe.send(node.segment(request[1]).held())
+
+
+class LendingProcess:
+    """The parent's end."""
+
+    def __init__(self, master: str, segments: list[dict[str, Any]], **knobs: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.lending_process"])
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=serve, args=(theirs, master, segments, knobs), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        assert self._pipe.poll(WAIT_S), "the node does not start"
+        self.name, self.address = self._pipe.recv()
+
+    def ask(self, *request: Any) -> Any:
+        self._pipe.send(request)
+        assert self._pipe.poll(WAIT_S)
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.ended(-signal.SIGKILL)
+
+    def ended(self, code: int) -> None:
+        self.process.join(WAIT_S)
+        assert self.process.exitcode == code
+        self._pipe.close()
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self._pipe.send(None)
+        self.ended(0)
+
+
+class Putter:
+    """A peer with an engine of its own; puts as clients do, without a master."""
+
+    def __init__(self, stack: ExitStack, nbytes: int) -> None:
+        self._offers: queue.Queue[bytes] = queue.Queue()
+        self.engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=SECRET)
+        self.engine.on_notify(self._on_notify)
+        stack.enter_context(self.engine)
+        memory = allocate(nbytes)
+        stack.callback(memory.close)
+        self.region = self.engine.register(memory)
+
+    def key(self, node: LendingProcess, segment: int = 0) -> RegionKey:
+        self.engine.connect(node.address)
+        self.engine.notify(node.name, encode_to_node(AskSegment(ask_id=1, segment=segment)))
+        return RegionKey.decode(self._offers.get(timeout=WAIT_S))
+
+    def fill(self, nbytes: int) -> tuple[bytes, int]:
+        """Put random bytes into our memory; return a new block's key and checksum."""
+        payload = np.frombuffer(secrets.token_bytes(nbytes), dtype=np.uint8)
+        self.region.array[:nbytes] = payload
+        return secrets.token_bytes(16), stored_form(payload)[1]
+
+    def put(self, node: LendingProcess, key: RegionKey, offset: int, nbytes: int) -> bytes:
+        name, checksum = self.fill(nbytes)
+        self.engine.write(node.name, self.region, key, 0, offset, nbytes).wait(WAIT_S)
+        self.tell(node, m.HeldBlocks([name], [offset], [nbytes], [checksum]))
+        return name
+
+    def tell(self, node: LendingProcess, held: m.HeldBlocks, segment: int = 0) -> None:
+        self.engine.notify(node.name, encode_to_node(Written(held, segment)))
+
+    def _on_notify(self, peer: str, payload: bytes) -> None:
+        if payload.startswith(TO_CLIENT):
+            self._offers.put(decode_to_client(payload).region_key)
+
+
+def slab_segment(path: Path, nbytes: int) -> dict[str, Any]:
+    return {"medium": "ssd", "bytes": nbytes, "path": path, "threads": 2}
