@@ -24,6 +24,7 @@ HELD_MAX: Final = 4096
 RELEASED_MAX: Final = 1024  # beyond it leases run out by themselves
 RELEASE_AFTER_S: Final = 0.01
 RETRY_S: Final = 0.1
+ASK_S_MIN: Final = 0.05
 
 
 class _Held:
@@ -39,14 +40,15 @@ class LeaseKeeper:
     """Leases that are renewed, and leases that are to be released soon. Thread-safe.
 
     Args:
-        renew: Asks the master, on the keeper's thread. May raise KVStoreError.
+        renew: Asks the master, within so many seconds, on the keeper's thread. May raise
+            KVStoreError.
         release: Likewise.
         on_lost: Called with how many leases were lost.
     """
 
     def __init__(
         self,
-        renew: Callable[[Sequence[int]], Renewed],
+        renew: Callable[[Sequence[int], float], Renewed],
         release: Callable[[Sequence[int]], object],
         on_lost: Callable[[int], None],
     ) -> None:
@@ -143,7 +145,9 @@ class LeaseKeeper:
         if not due:
             return
         try:
-            reply = self._renew([held.lease.lease_id for held in due])
+            # Not for longer than the first of them runs: then it is lost, and that must be said.
+            left_s = min(held.lease.deadline_s for held in due) - now
+            reply = self._renew([held.lease.lease_id for held in due], max(ASK_S_MIN, left_s))
         except KVStoreError as error:
             logger.debug("leases not renewed: %s", error)
             failed_s = time.monotonic()

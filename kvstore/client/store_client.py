@@ -85,7 +85,9 @@ class StoreClient:
         )
         self.driver = Driver(self._link, self.segments)
         self.leases = LeaseKeeper(
-            renew=lambda ids: self._link.ask(m.Renew(self._name, list(ids)), m.Renewed),
+            renew=lambda ids, timeout_s: self._link.ask(
+                m.Renew(self._name, list(ids)), m.Renewed, timeout_s=timeout_s
+            ),
             release=lambda ids: self._link.ask(m.Release(self._name, list(ids)), m.Done),
             on_lost=lambda number: self.core.record.count(lost_leases=number),
         )
