@@ -38,6 +38,11 @@ def named_key(namespace: bytes, name: str) -> bytes:
     return _digest("name", namespace.hex(), name)
 
 
+def part_key(key: bytes, part: int, num_parts: int) -> bytes:
+    """Return the key of one of the parts into which the block named `key` is divided."""
+    return _digest("part", key.hex(), str(part), str(num_parts))
+
+
 def prefix_keys(
     token_ids: Sequence[int], *, block_tokens: int, namespace: bytes, parent: bytes | None = None
 ) -> list[bytes]:

@@ -107,6 +107,10 @@ class Commands:
     def statistics(self):
         return self.client.statistics()
 
+    def run(self, function, *args):
+        """Call a function of a test's own with this process's commands."""
+        return function(self, *args)
+
 
 def serve(pipe, name, master, secret, config, backend, slot_bytes):
     engine = TransferEngine(TransferConfig(backend=backend), name=name, secret=secret)

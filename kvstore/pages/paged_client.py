@@ -1,0 +1,161 @@
+"""One rank's access to pages in the pool.
+
+writers   TP rank 0: group 0 ─┐                  ┌─▶ group 0, 1 : rank 0 of 1
+          TP rank 1: group 1 ─┴─▶ blocks in pool ┴─▶ group 1    : rank 1 of 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.put_options import DEFAULT, PutOptions
+from kvstore.errors import InvalidValue
+from kvstore.keys import prefix_keys
+from kvstore.pages.layout import PageLayout
+from kvstore.pages.memory import PagedMemory, PagePieces
+from kvstore.pages.share import share_of
+from kvstore.wire.messages import PutOutcome
+
+if TYPE_CHECKING:
+    from kvstore.client.locations import Hit
+    from kvstore.client.store_client import StoreClient
+
+IN_POOL = frozenset({PutOutcome.STORED, PutOutcome.EXISTS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PageHit:
+    """The leading pages of a lookup of which all of the rank's heads are in the pool, leased.
+
+    Attributes:
+        num_pages: How many.
+        hit: Their blocks, and those of the first page that is not complete.
+    """
+
+    num_pages: int
+    hit: Hit
+
+
+class PagedClient:
+    """Puts and reads this rank's heads of pages. Thread-safe.
+
+    Args:
+        client: Access to the pool.
+        layout: The same on all ranks of all groups that share pages.
+        memory: This rank's paged KV cache.
+        rank: Of the tensor-parallel group.
+        size: Ranks in the group.
+        salt: Separates users that must not see each other's pages.
+
+    Raises:
+        InvalidValue: The heads do not split that way.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        layout: PageLayout,
+        memory: PagedMemory,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        salt: str = "",
+    ) -> None:
+        self.share = share_of(layout, rank=rank, size=size)
+        self._client = client
+        self._layout = layout
+        self._namespace = layout.namespace(salt)
+        self._pieces = PagePieces(layout, self.share, memory)
+
+    def keys(self, token_ids: Sequence[int], *, parent: bytes | None = None) -> list[bytes]:
+        """Return the keys of the full pages of a sequence; the same on every rank."""
+        return prefix_keys(
+            token_ids,
+            block_tokens=self._layout.block_tokens,
+            namespace=self._namespace,
+            parent=parent,
+        )
+
+    def put(
+        self,
+        page_keys: Sequence[bytes],
+        pages: Sequence[int] | npt.NDArray[np.int64],
+        *,
+        options: PutOptions = DEFAULT,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Store this rank's heads of pages. A page can be read once all ranks have done so.
+
+        Args:
+            page_keys: From `keys`.
+            pages: [N] numbers of pages in this rank's memory.
+            options: As of `StoreClient.put`, for every block.
+            timeout_s: For the whole call.
+
+        Returns:
+            Which pages are in the pool now as far as this rank's heads go. All, and nothing is
+            sent, if another rank holds the same heads and writes them.
+        """
+        _check_pages(page_keys, pages)
+        if not self.share.writes or not page_keys:
+            return [True] * len(page_keys)
+        keys = self._layout.keys(page_keys, self.share.groups)
+        outcomes = self._client.put_pieces(
+            keys, self._pieces.of(pages), options, timeout_s=timeout_s
+        )
+        count = len(self.share.groups)
+        return [
+            all(outcome in IN_POOL for outcome in outcomes[i : i + count])
+            for i in range(0, len(keys), count)
+        ]
+
+    def lookup(self, page_keys: Sequence[bytes], *, timeout_s: float | None = None) -> PageHit:
+        """Find the longest leading run of pages, and lease it; to be released.
+
+        The ranks of a group may find runs of different lengths, if some of a writer's ranks had
+        not stored theirs, or other blocks were evicted: the least of them is what all can read.
+        """
+        keys = self._layout.keys(page_keys, self.share.groups)
+        hit = self._client.lookup_prefix(keys, timeout_s=timeout_s)
+        return PageHit(num_pages=hit.num_blocks // len(self.share.groups), hit=hit)
+
+    def read(
+        self,
+        hit: PageHit,
+        pages: Sequence[int] | npt.NDArray[np.int64],
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Read the leading pages of a hit into this rank's memory.
+
+        Args:
+            hit: From `lookup`.
+            pages: [N <= num_pages] numbers of pages in this rank's memory.
+            timeout_s: For the whole call.
+
+        Returns:
+            How many leading pages are there, whole and verified.
+
+        Raises:
+            LeaseExpired: Nothing of it counts (retryable).
+        """
+        if len(pages) > hit.num_pages:
+            raise InvalidValue(problem=f"{len(pages)} pages wanted of {hit.num_pages}")
+        if not len(pages):
+            return 0
+        copied = self._client.copy(hit.hit, self._pieces.of(pages), timeout_s=timeout_s)
+        return min(copied.num_good // len(self.share.groups), len(pages))
+
+    def release(self, hit: PageHit) -> None:
+        """End the lease of a hit."""
+        self._client.release(hit.hit)
+
+
+def _check_pages(page_keys: Sequence[bytes], pages: Sequence[int] | npt.NDArray[np.int64]) -> None:
+    if len(page_keys) != len(pages):
+        raise InvalidValue(problem=f"{len(page_keys)} keys of {len(pages)} pages")
