@@ -40,6 +40,7 @@ from dispatch.exchange import Exchange
 from dispatch.message import Stamp
 from dispatch.statistics import Counters
 from dispatch.weighted_sum import WeightedSum
+from transfer import allocate
 
 HIDDEN, TOPK, EXPERTS = 2048, 8, 64
 CONTESTANTS = {
@@ -152,14 +153,16 @@ class Pair:
             for rank in (0, 1)
         )
         self.there, self.back = Stamp(1, 0, 0, 0), Stamp(1, 0, 0, 1)
-        self.windows = [
-            np.zeros(size, np.uint8)
+        # The kind of memory that windows are made of.
+        self._memories = [
+            allocate(size)
             for size in (
                 self.layout.dispatch_window_bytes(EXPERTS // 2),
                 self.layout.combine_window_bytes(),
             )
             for _ in range(2)
         ]
+        self.windows = [memory.tensor.numpy() for memory in self._memories]
         self.tokens = [self._tokens(num_tokens) for _ in range(2)]
         theirs = self.other.send(*self.tokens[1], self.there)
         self.other.write_dispatch(theirs, 0, self.windows[0])

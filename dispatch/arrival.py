@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dispatch import native
 from dispatch.errors import MessageMismatch
 from dispatch.handle import Columns, Outgoing
 from dispatch.layout import HEADER_BYTES, INDEX_BYTES, Bytes, DispatchLayout, RowFormat, aligned
@@ -108,7 +109,7 @@ class DispatchMessages:
                 np.ndarray((num_choices,), np.float32, buffer, at)[:] = weights[order]
             rows = self.columns(buffer, num_experts, num_choices, num_rows)
             for source, target in zip(outgoing.columns, rows, strict=True):
-                source.take(routing.row_tokens[row_begin:row_end], 0, target, "clip")
+                native.take_rows(source, routing.row_tokens[row_begin:row_end], target)
         return self._layout.dispatch_bytes(num_experts, num_choices, num_rows)
 
     def read(self, buffer: Bytes, shared: bytes, source: int, counts: Indices) -> Arrival:

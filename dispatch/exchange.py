@@ -311,7 +311,7 @@ class Exchange:
             return HEADER_BYTES
         rows = row_format.view(buffer, HEADER_BYTES, end - begin)
         if handle.reduction is None:
-            returning.results.take(handle.place[begin:end], 0, rows, "clip")
+            native.take_rows(returning.results, handle.place[begin:end], rows)
         else:
             rows[:] = returning.results[begin:end]
         return HEADER_BYTES + (end - begin) * row_format.row_bytes

@@ -12,6 +12,19 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define VECTORS __attribute__((target("avx512f,avx512bw,avx512vl")))
+#define HAVE_VECTORS                                                                         \
+    (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&              \
+     __builtin_cpu_supports("avx512vl"))
+#endif
+
+#define LINE 64 /* bytes */
+
+/* Copies of more bytes than this go past the caches: they would not stay there until they are read. */
+#define STREAM_FROM (4 << 20)
+
 /* Elements of a row that are summed at a time: the accumulators stay in the first-level cache. */
 #define STRIP 1024
 
@@ -83,13 +96,119 @@ static void sum_strip(const Sum *s, Py_ssize_t token, Py_ssize_t begin, int n)
         memcpy((float *)s->out + at, sum, sizeof(float) * (size_t)n);
 }
 
+#ifdef VECTORS
+/* Elements of a row that are summed at a time here: eight vectors. */
+#define BLOCK 128
+
+VECTORS static inline __m512 wide(const uint16_t *at)
+{
+    __m256i half = _mm256_loadu_si256((const __m256i *)at);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+VECTORS static inline void put_bf16(uint16_t *out, __m512 sum)
+{
+    __m512i bits = _mm512_castps_si512(sum);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    __mmask16 nan = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q);
+    bits = _mm512_mask_set1_epi32(_mm512_srli_epi32(bits, 16), nan, 0x7FC0);
+    _mm256_storeu_si256((__m256i *)out, _mm512_cvtepi32_epi16(bits));
+}
+
+/* Blocks of bf16 rows to bf16. The sums stay in registers, so each row is read once, and all rows of
+ * a token are read side by side; those of the next token are fetched meanwhile. */
+VECTORS static void sum_blocks(const Sum *s, Py_ssize_t token, Py_ssize_t num_blocks)
+{
+    const int64_t *rows = s->rows + token * s->width;
+    const int64_t *later = token + 1 < s->count ? rows + s->width : rows;
+    const float *weights = s->weights + token * s->width;
+    uint16_t *out = (uint16_t *)s->out + token * s->hidden;
+    for (Py_ssize_t begin = 0; begin < num_blocks * BLOCK; begin += BLOCK) {
+        __m512 sums[8];
+        for (int i = 0; i < 8; i++)
+            sums[i] = _mm512_setzero_ps();
+        for (Py_ssize_t k = 0; k < s->width; k++) {
+            const char *next = (const char *)((const uint16_t *)(uintptr_t)later[k] + begin);
+            for (int i = 0; later[k] && i < BLOCK * 2; i += LINE)
+                _mm_prefetch(next + i, _MM_HINT_T0);
+            if (!rows[k])
+                continue;
+            const uint16_t *row = (const uint16_t *)(uintptr_t)rows[k] + begin;
+            __m512 weight = _mm512_set1_ps(weights[k]);
+            for (int i = 0; i < 8; i++) {
+                __m512 product = _mm512_mul_ps(weight, wide(row + i * 16));
+                sums[i] = _mm512_add_ps(sums[i], product);
+            }
+        }
+        for (int i = 0; i < 8; i++)
+            put_bf16(out + begin + i * 16, sums[i]);
+    }
+}
+#endif
+
 static void sum_rows(const Sum *s)
 {
+    Py_ssize_t done = 0; /* elements of each row that are summed in blocks */
+#ifdef VECTORS
+    if (s->in == BF16 && s->to == BF16 && HAVE_VECTORS) {
+        done = s->hidden / BLOCK * BLOCK;
+        for (Py_ssize_t token = 0; token < s->count; token++)
+            sum_blocks(s, token, s->hidden / BLOCK);
+    }
+#endif
     for (Py_ssize_t token = 0; token < s->count; token++)
-        for (Py_ssize_t begin = 0; begin < s->hidden; begin += STRIP) {
+        for (Py_ssize_t begin = done; begin < s->hidden; begin += STRIP) {
             Py_ssize_t rest = s->hidden - begin;
             sum_strip(s, token, begin, rest < STRIP ? (int)rest : STRIP);
         }
+}
+
+/* ---- rows ----------------------------------------------------------------------------------- */
+
+typedef struct {
+    char *target;
+    const int64_t *index;
+    uintptr_t base; /* row i is at base + index[i] * scale */
+    Py_ssize_t scale, count, row_bytes;
+} Copy;
+
+static inline const char *row_at(const Copy *c, Py_ssize_t i)
+{
+    return (const char *)(c->base + (uintptr_t)(c->index[i] * c->scale));
+}
+
+#ifdef VECTORS
+/* Whole lines; fetches the next row meanwhile. */
+VECTORS static void copy_lines(const Copy *c, int stream)
+{
+    for (Py_ssize_t i = 0; i < c->count; i++) {
+        const char *row = row_at(c, i), *next = row_at(c, i + 1 < c->count ? i + 1 : i);
+        char *target = c->target + i * c->row_bytes;
+        for (Py_ssize_t at = 0; at < c->row_bytes; at += LINE) {
+            __m512i line = _mm512_loadu_si512(row + at);
+            _mm_prefetch(next + at, _MM_HINT_T0);
+            if (stream)
+                _mm512_stream_si512((void *)(target + at), line);
+            else
+                _mm512_storeu_si512(target + at, line);
+        }
+    }
+    _mm_sfence(); /* lines on their way past the caches come before whatever is written later */
+}
+#endif
+
+static void copy_rows(const Copy *c)
+{
+#ifdef VECTORS
+    int stream = c->count * c->row_bytes >= STREAM_FROM && (uintptr_t)c->target % LINE == 0;
+    if (c->row_bytes % LINE == 0 && HAVE_VECTORS) {
+        copy_lines(c, stream);
+        return;
+    }
+#endif
+    for (Py_ssize_t i = 0; i < c->count; i++)
+        memcpy(c->target + i * c->row_bytes, row_at(c, i), (size_t)c->row_bytes);
 }
 
 /* ---- arguments ---------------------------------------------------------------------------- */
@@ -162,6 +281,26 @@ static PyObject *weighted_sums(PyObject *module, PyObject *const *args, Py_ssize
     Py_RETURN_NONE;
 }
 
+static PyObject *copied(Copy *copy, PyObject *index)
+{
+    if (PyErr_Occurred())
+        return NULL;
+    if (copy->row_bytes < 0) {
+        PyErr_Format(PyExc_ValueError, "rows of %zd bytes", copy->row_bytes);
+        return NULL;
+    }
+    Py_buffer view;
+    copy->count = take(index, &view, 8, "index");
+    if (copy->count < 0)
+        return NULL;
+    copy->index = view.buf;
+    Py_BEGIN_ALLOW_THREADS
+    copy_rows(copy);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(gather_rows_doc, "gather_rows(target, rows, row_bytes)\n--\n\n"
                               "Copy rows from their addresses to `target`, one after the other.");
 
@@ -170,25 +309,29 @@ static PyObject *gather_rows(PyObject *module, PyObject *const *args, Py_ssize_t
     (void)module;
     if (check_count(count, 3, "gather_rows"))
         return NULL;
-    char *target = (char *)(uintptr_t)PyLong_AsUnsignedLongLong(args[0]);
-    Py_ssize_t row_bytes = PyLong_AsSsize_t(args[2]);
-    if (PyErr_Occurred())
+    Copy copy = {
+        .target = (char *)(uintptr_t)PyLong_AsUnsignedLongLong(args[0]),
+        .scale = 1,
+        .row_bytes = PyLong_AsSsize_t(args[2]),
+    };
+    return copied(&copy, args[1]);
+}
+
+PyDoc_STRVAR(take_rows_doc, "take_rows(target, source, index, row_bytes)\n--\n\n"
+                            "Copy the rows `index` of `source` to `target`, one after the other.");
+
+static PyObject *take_rows(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    if (check_count(count, 4, "take_rows"))
         return NULL;
-    if (row_bytes < 0) {
-        PyErr_Format(PyExc_ValueError, "rows of %zd bytes", row_bytes);
-        return NULL;
-    }
-    Py_buffer rows;
-    Py_ssize_t num_rows = take(args[1], &rows, 8, "rows");
-    if (num_rows < 0)
-        return NULL;
-    const int64_t *addresses = rows.buf;
-    Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < num_rows; i++)
-        memcpy(target + i * row_bytes, (const void *)(uintptr_t)addresses[i], (size_t)row_bytes);
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&rows);
-    Py_RETURN_NONE;
+    Copy copy = {
+        .target = (char *)(uintptr_t)PyLong_AsUnsignedLongLong(args[0]),
+        .base = (uintptr_t)PyLong_AsUnsignedLongLong(args[1]),
+        .row_bytes = PyLong_AsSsize_t(args[3]),
+    };
+    copy.scale = copy.row_bytes;
+    return copied(&copy, args[2]);
 }
 
 /* ---- the module --------------------------------------------------------------------------- */
@@ -198,6 +341,7 @@ static PyObject *gather_rows(PyObject *module, PyObject *const *args, Py_ssize_t
 static PyMethodDef methods[] = {
     FAST(weighted_sums),
     FAST(gather_rows),
+    FAST(take_rows),
     {NULL, NULL, 0, NULL},
 };
 

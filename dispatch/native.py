@@ -31,3 +31,24 @@ def addresses(
     found: npt.NDArray[np.int64] = np.multiply(index, row_bytes, dtype=np.int64)
     found += rows.__array_interface__["data"][0]
     return found
+
+
+def take_rows(
+    source: npt.NDArray[Any], index: npt.NDArray[np.int64], target: npt.NDArray[Any]
+) -> None:
+    """Set `target[i] = source[index[i]]` for all i.
+
+    Args:
+        source: [m, words], contiguous.
+        index: [n], each below m, contiguous.
+        target: [n, words], contiguous, of the same type; may begin anywhere.
+    """
+    if compiled is None:
+        source.take(index, 0, target, "clip")
+        return
+    compiled.take_rows(
+        target.__array_interface__["data"][0],
+        source.__array_interface__["data"][0],
+        index,
+        source.shape[1] * source.itemsize,
+    )

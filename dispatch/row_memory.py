@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 SMALL_BYTES = 1 << 20  # below it the allocator has warm memory anyway
+LINE_BYTES = 64  # rows begin at a line of the cache: copies may go past it (`native.c`)
 KEPT_MAX = 4  # blocks that nobody uses
 
 Block = npt.NDArray[np.uint8]
@@ -50,7 +51,8 @@ class RowMemory:
             self._kept = [block for block in self._kept if block is not found]
             return found
         # Powers of two, of which only what is written to becomes real.
-        return np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
+        block = np.empty((1 << (nbytes - 1).bit_length()) + LINE_BYTES, np.uint8)
+        return block[-block.__array_interface__["data"][0] % LINE_BYTES :]
 
     def _ended(self, reference: weakref.ref[Any]) -> None:
         self._kept.append(self._lent.pop(id(reference))[1])
