@@ -23,13 +23,14 @@ READY := $(VENV)/.moe-runtime-ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo test test-rdma lint format bench docs clean
+.PHONY: help install etcd serve demo test test-rdma lint format bench docs clean
 
 help:
 	@echo "make serve   start the example model on this machine (http://127.0.0.1:8000)"
 	@echo "make demo    kill workers under load and compare every token"
 	@echo "make test    the test suite        make lint    formatting, types, floors, spelling"
 	@echo "make test-rdma   the tests on RDMA devices, in a virtual machine where this one has none"
+	@echo "make etcd    an etcd server, for the tests of elected masters (as root)"
 	@echo "make bench   benchmarks            make clean   remove what the others made"
 
 install: $(READY)
@@ -47,6 +48,13 @@ $(READY): pyproject.toml setup.py transfer/native.c $(wildcard transfer/compiled
 # In place, as an editable install has it. Without a compiler this only warns.
 	@$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
+
+# For the tests of elected masters, which are skipped without it.
+etcd:
+	@command -v etcd >/dev/null || { set -e; \
+		command -v apt-get >/dev/null || { echo "no apt-get: install etcd 3.4 or later"; exit 1; }; \
+		apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends etcd-server; }
 
 serve: $(READY)
 	@exec $(BIN)/moe-runtime serve --config $(PRESET) $(ARGS)

@@ -14,6 +14,7 @@
     ├── TooManyHolds
     ├── SegmentUnusable
     ├── StoreClosed
+    ├── EtcdUnavailable        (retryable)
     ├── AdminTokenInvalid
     ├── AdminRefused
     ├── AdminUnavailable       (retryable)
@@ -210,6 +211,17 @@ class AdminUnavailable(KVStoreError):
     def __init__(self, *, url: str, problem: str) -> None:
         super().__init__(f"no answer from {url}: {problem}", url=url, problem=problem)
         self.url = url
+        self.problem = problem
+
+
+class EtcdUnavailable(KVStoreError):
+    """etcd did not answer, or not as expected. Whoever asked goes on with what it knows."""
+
+    retryable: ClassVar[bool] = True
+
+    def __init__(self, *, operation: str, problem: str) -> None:
+        super().__init__(f"etcd: {operation}: {problem}", operation=operation, problem=problem)
+        self.operation = operation
         self.problem = problem
 
 
