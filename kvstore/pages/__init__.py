@@ -6,6 +6,8 @@ memory  ── where those heads lie in the rank's own paged memory
 paged_client ── the three together: put, lookup and read pages
 """
 
+from __future__ import annotations
+
 from kvstore.pages.layout import Content as Content
 from kvstore.pages.layout import PageLayout as PageLayout
 from kvstore.pages.memory import PagedMemory as PagedMemory

@@ -118,17 +118,20 @@ class PagePieces:
         """Pieces per page."""
         return len(self._template.lengths)
 
-    def of(self, pages: Sequence[int] | Ints) -> Pieces:
-        """Return the pieces of some pages; block `i * groups + g` is group g of `pages[i]`."""
+    def of(self, pages: Sequence[int] | Ints, *, first: int = 0) -> Pieces:
+        """Return the pieces of some pages.
+
+        Block `(first + i) * groups + g` is group g of `pages[i]`.
+        """
         numbers = np.asarray(pages, dtype=np.int64)
         one = self._template
         count = len(numbers)
-        first = np.arange(count)[:, None] * self._num_groups
+        blocks = (first + np.arange(count)[:, None]) * self._num_groups
         places = numbers[:, None] * self._memory.strides.page
         return Pieces(
             regions=self._memory.regions,
             region_idx=np.tile(one.region_idx, count),
-            blocks=(first + one.groups).ravel(),
+            blocks=(blocks + one.groups).ravel(),
             starts=np.tile(one.starts, count),
             offsets=(places + one.offsets).ravel(),
             lengths=np.tile(one.lengths, count),

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.pieces import Pieces
 from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.errors import InvalidValue
 from kvstore.keys import prefix_keys
+from kvstore.pages.gathering import BUFFER_BYTES_MAX, are_small, gather, scatter
 from kvstore.pages.layout import PageLayout
 from kvstore.pages.memory import PagedMemory, PagePieces
 from kvstore.pages.share import share_of
@@ -104,14 +106,16 @@ class PagedClient:
         _check_pages(page_keys, pages)
         if not self.share.writes or not page_keys:
             return [True] * len(page_keys)
-        keys = self._layout.keys(page_keys, self.share.groups)
-        outcomes = self._client.put_pieces(
-            keys, self._pieces.of(pages), options, timeout_s=timeout_s
-        )
         count = len(self.share.groups)
+        outcomes: list[PutOutcome] = []
+        deadline_s = self._client.core.deadline(timeout_s)
+        for part in self._parts(len(pages)):
+            keys = self._layout.keys(page_keys[part], self.share.groups)
+            left_s = self._client.core.left(deadline_s)
+            outcomes += self._put(keys, self._pieces.of(pages[part]), options, left_s)
         return [
             all(outcome in IN_POOL for outcome in outcomes[i : i + count])
-            for i in range(0, len(keys), count)
+            for i in range(0, len(outcomes), count)
         ]
 
     def lookup(self, page_keys: Sequence[bytes], *, timeout_s: float | None = None) -> PageHit:
@@ -148,12 +152,54 @@ class PagedClient:
             raise InvalidValue(problem=f"{len(pages)} pages wanted of {hit.num_pages}")
         if not len(pages):
             return 0
-        copied = self._client.copy(hit.hit, self._pieces.of(pages), timeout_s=timeout_s)
-        return min(copied.num_good // len(self.share.groups), len(pages))
+        num_good = 0
+        deadline_s = self._client.core.deadline(timeout_s)
+        for part in self._parts(len(pages)):
+            pieces = self._pieces.of(pages[part], first=part.start)
+            good = self._read(hit.hit, pieces, self._client.core.left(deadline_s))
+            num_good = min(good // len(self.share.groups), part.stop)
+            if num_good < part.stop:
+                break
+        return num_good
 
     def release(self, hit: PageHit) -> None:
         """End the lease of a hit."""
         self._client.release(hit.hit)
+
+    def _put(
+        self, keys: list[bytes], pieces: Pieces, options: PutOptions, timeout_s: float
+    ) -> tuple[PutOutcome, ...]:
+        if not are_small(pieces):
+            return self._client.put_pieces(keys, pieces, options, timeout_s=timeout_s)
+        nbytes = self._layout.block_bytes
+        with self._client.core.staging.borrow(len(keys) * nbytes) as buffer:
+            gather(pieces, buffer, nbytes)
+            places = np.arange(len(keys)) * nbytes
+            return self._client.put(
+                keys, buffer, places, nbytes, options=options, timeout_s=timeout_s
+            )
+
+    def _read(self, hit: Hit, pieces: Pieces, timeout_s: float) -> int:
+        """Return how many leading blocks of the hit are good, as far as the pieces go."""
+        if not are_small(pieces):
+            return self._client.copy(hit, pieces, timeout_s=timeout_s).num_good
+        nbytes = self._layout.block_bytes
+        first, last = int(pieces.blocks[0]), int(pieces.blocks[-1])
+        blocks = np.arange(first, last + 1)
+        with self._client.core.staging.borrow(len(blocks) * nbytes) as buffer:
+            lengths = np.full(len(blocks), nbytes, dtype=np.int64)
+            whole = Pieces.of_blocks(buffer, np.arange(len(blocks)) * nbytes, lengths)
+            copied = self._client.copy(hit, whole.naming(blocks), timeout_s=timeout_s)
+            good = pieces.of(np.flatnonzero(pieces.blocks < copied.num_good))
+            if len(good):
+                scatter(good.naming(good.blocks - first), buffer, nbytes)
+        return copied.num_good
+
+    def _parts(self, num_pages: int) -> list[slice]:
+        """Split pages so that one part's blocks fit into a buffer."""
+        page_bytes = self._layout.block_bytes * len(self.share.groups)
+        step = max(1, BUFFER_BYTES_MAX // page_bytes)
+        return [slice(i, min(i + step, num_pages)) for i in range(0, num_pages, step)]
 
 
 def _check_pages(page_keys: Sequence[bytes], pages: Sequence[int] | npt.NDArray[np.int64]) -> None:
