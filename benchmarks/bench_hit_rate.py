@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.harness import Recorder
 from configs.schema import Eviction
-from kvstore.eviction import new_policy
+from kvstore.eviction import named_policy
 
 TRACES = ("conversation", "synthetic")
 SIZES = (1_000, 2_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)
@@ -35,7 +35,7 @@ class Cache:
     """Tiers of so many blocks each, the fastest first; no capacity is no bound."""
 
     def __init__(self, policies: Sequence[Eviction], capacities: Sequence[int | None]) -> None:
-        self.tiers = list(zip(map(new_policy, policies), capacities, strict=True))
+        self.tiers = list(zip(map(named_policy, policies), capacities, strict=True))
         self.hits = [0] * len(capacities)
 
     def find(self, block: int) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator
+
+from kvstore.eviction.rows import FIRST_QUEUE, HELD, NOWHERE, UNKNOWN, EvictionRows, RowQueue
 
 
 class LeastRecentlyUsed:
@@ -11,50 +12,60 @@ class LeastRecentlyUsed:
 
     A chain is touched from its leaf to its root, so it is eaten from the leaf: what is left is
     always a usable prefix.
+
+    Args:
+        rows: Its columns.
     """
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[Hashable, None] = OrderedDict()
-        self._held: set[Hashable] = set()
+    __slots__ = ("_num_held", "_place", "_queue")
+
+    def __init__(self, rows: EvictionRows) -> None:
+        self._queue = RowQueue(rows.older, rows.newer)
+        self._place = rows.place
+        self._num_held = 0
 
     def __len__(self) -> int:
-        return len(self._order) + len(self._held)
+        return self._queue.length + self._num_held
 
-    def __contains__(self, name: Hashable) -> bool:
-        return name in self._order or name in self._held
-
-    def admit(self, name: Hashable, parent: Hashable | None = None) -> None:
+    def admit(self, row: int, parent: Hashable | None = None) -> None:
         """Enter a block as the youngest."""
         del parent
-        self._order[name] = None
+        self._place[row] = FIRST_QUEUE
+        self._queue.push(row)
 
-    def touch(self, name: Hashable) -> None:
+    def touch(self, row: int) -> None:
         """Make a block the youngest."""
-        if name not in self._held:
-            self._order.move_to_end(name)
+        if self._place[row] == FIRST_QUEUE:
+            self._queue.renew(row)
 
-    def hold(self, name: Hashable) -> None:
+    def hold(self, row: int) -> None:
         """Take a block out of the queue."""
-        if name not in self._held:
-            del self._order[name]
-            self._held.add(name)
+        if self._place[row] == FIRST_QUEUE:
+            self._queue.remove(row)
+            self._place[row] = HELD
+            self._num_held += 1
 
-    def unhold(self, name: Hashable) -> None:
+    def unhold(self, row: int) -> None:
         """Enter a held block as the youngest."""
-        if name in self._held:
-            self._held.remove(name)
-            self._order[name] = None
+        if self._place[row] == HELD:
+            self._num_held -= 1
+            self._place[row] = FIRST_QUEUE
+            self._queue.push(row)
 
-    def remove(self, name: Hashable, *, evicted: bool = False) -> None:
+    def remove(self, row: int, *, evicted: bool = False) -> None:
         """Forget a block."""
         del evicted
-        self._order.pop(name, None)
-        self._held.discard(name)
+        if self._place[row] == HELD:
+            self._num_held -= 1
+        else:
+            self._queue.remove(row)
+        self._place[row] = UNKNOWN
 
-    def victim(self) -> Hashable | None:
+    def victim(self) -> int | None:
         """Return the oldest."""
-        return next(iter(self._order), None)
+        oldest = self._queue.oldest
+        return None if oldest == NOWHERE else oldest
 
-    def evictable(self) -> Iterator[Hashable]:
+    def evictable(self) -> Iterator[int]:
         """Yield what is not held, the oldest first."""
-        return iter(self._order)
+        return iter(self._queue)

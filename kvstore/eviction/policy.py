@@ -7,12 +7,12 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Order of eviction of one node's blocks, which are known to it by name only.
+    """Order of eviction of one segment's blocks, which are known to it by row only.
 
     A policy knows no capacity: whoever owns the space asks for a victim when there is none left.
-    All operations are O(1) amortised, except the walk over `evictable`. Blocks that are leased are
-    *held*: they stay known, but lie in no queue, so no search meets them. Pinned blocks are
-    removed, or never admitted. Not thread-safe.
+    All operations are O(1) amortised, except the walk over `evictable`. Blocks that must stay for
+    a while are *held*: they stay known, but lie in no queue, so no search meets them. Pinned
+    blocks are removed, or never admitted. Not thread-safe.
 
     Whoever enters or uses a chain does so from its last block to its first, so that the root is
     the youngest.
@@ -21,36 +21,34 @@ class EvictionPolicy(Protocol):
     def __len__(self) -> int:
         """Count the blocks that are known, held ones too."""
 
-    def __contains__(self, name: Hashable) -> bool:
-        """Tell whether a block is known."""
-
-    def admit(self, name: Hashable, parent: Hashable | None = None) -> None:
-        """Enter a block that is not known.
+    def admit(self, row: int, parent: Hashable | None = None) -> None:
+        """Enter a block that no policy knows, and whose name is in `EvictionRows.names`.
 
         Args:
-            name: The block.
-            parent: The block before it in its chain, known here or not; None if nobody can tell.
+            row: The block.
+            parent: Name of the block before it in its chain, known here or not; None if nobody
+                can tell.
         """
 
-    def touch(self, name: Hashable) -> None:
+    def touch(self, row: int) -> None:
         """Count a use of a known block."""
 
-    def hold(self, name: Hashable) -> None:
+    def hold(self, row: int) -> None:
         """Make a known block no victim until `unhold`. Again is nothing."""
 
-    def unhold(self, name: Hashable) -> None:
+    def unhold(self, row: int) -> None:
         """Make a held block a possible victim again, as one used just now. Else nothing."""
 
-    def remove(self, name: Hashable, *, evicted: bool = False) -> None:
-        """Forget a block; unknown ones are ignored.
+    def remove(self, row: int, *, evicted: bool = False) -> None:
+        """Forget a known block.
 
         Args:
-            name: The block.
+            row: The block.
             evicted: It made room for another, so that its return would tell something.
         """
 
-    def victim(self) -> Hashable | None:
+    def victim(self) -> int | None:
         """Return what should go next, which stays; None if all that is known is held."""
 
-    def evictable(self) -> Iterator[Hashable]:
+    def evictable(self) -> Iterator[int]:
         """Yield every block that is not held, in no order that matters."""

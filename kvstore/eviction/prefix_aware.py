@@ -19,138 +19,125 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
 from kvstore.eviction.hit_rate import USE_CLASSES, HitRates
+from kvstore.eviction.rows import FIRST_QUEUE, HELD, NOWHERE, UNKNOWN, EvictionRows, RowQueue
 
 GONE_MIN: Final = 1 << 15  # names gone: also a small cache must see what it loses
 GONE_PER_BLOCK: Final = 2
-
-
-@dataclass(slots=True)
-class Node:
-    """What is known of one block.
-
-    Attributes:
-        parent: The block before it in its chain.
-        uses: How often it was used since it first came, as far as is remembered.
-        used_at: Tick of the last use.
-    """
-
-    parent: Hashable | None
-    uses: int
-    used_at: int
-
-    @property
-    def use_class(self) -> int:
-        """Index of its queue."""
-        return min(self.uses, USE_CLASSES - 1)
+ASIDE: Final = FIRST_QUEUE + USE_CLASSES
+USES_MAX: Final = USE_CLASSES - 1  # more are not told apart
 
 
 class PrefixAware:
-    """Queues of leaves by number of uses; see `EvictionPolicy`."""
+    """Queues of leaves by number of uses; see `EvictionPolicy`.
 
-    def __init__(self) -> None:
-        self._nodes: dict[Hashable, Node] = {}
+    Args:
+        rows: Its columns.
+    """
+
+    def __init__(self, rows: EvictionRows) -> None:
+        self._rows = rows
+        self._queues = [RowQueue(rows.older, rows.newer) for _ in range(USE_CLASSES)]
+        self._aside = RowQueue(rows.older, rows.newer)
+        self._aside_named: dict[Hashable, int] = {}  # rows that stepped aside, by name
+        self._known: dict[int, tuple[int, Hashable | None]] = {}  # tick of the last use, parent
         self._children: dict[Hashable, int] = {}  # how many known blocks name this parent
-        self._queues: tuple[OrderedDict[Hashable, None], ...] = tuple(
-            OrderedDict() for _ in range(USE_CLASSES)
-        )
-        self._aside: OrderedDict[Hashable, None] = OrderedDict()
-        self._held: set[Hashable] = set()
-        self._gone: OrderedDict[Hashable, Node] = OrderedDict()
+        self._gone: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()  # uses, last tick
         self._rates = HitRates()
         self._tick = 0
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._known)
 
-    def __contains__(self, name: Hashable) -> bool:
-        return name in self._nodes
-
-    def admit(self, name: Hashable, parent: Hashable | None = None) -> None:
+    def admit(self, row: int, parent: Hashable | None = None) -> None:
         """Enter a block, with the uses that it had if it was here before."""
         self._tick += 1
         uses = 0
-        before = self._gone.pop(name, None)
+        before = self._gone.pop(self._rows.names[row], None)
         if before is not None:
-            self._rates.hit(before.use_class, self._tick - before.used_at)
-            uses = before.uses + 1
-        node = Node(parent, uses, self._tick)
-        self._nodes[name] = node
+            self._rates.hit(before[0], self._tick - before[1])
+            uses = min(before[0] + 1, USES_MAX)
+        self._known[row] = (self._tick, parent)
+        self._rows.uses[row] = uses
         if parent is not None:
             self._children[parent] = self._children.get(parent, 0) + 1
-        self._queues[node.use_class][name] = None
+        self._enter(row)
 
-    def touch(self, name: Hashable) -> None:
+    def touch(self, row: int) -> None:
         """Count a use: the block goes to the young end of the queue for that many."""
         self._tick += 1
-        node = self._nodes[name]
-        self._rates.hit(node.use_class, self._tick - node.used_at)
-        self._leave(name, node)
-        node.uses += 1
-        node.used_at = self._tick
-        if name not in self._held:
-            self._queues[node.use_class][name] = None
+        used_at, parent = self._known[row]
+        uses = self._rows.uses[row]
+        self._rates.hit(uses, self._tick - used_at)
+        self._known[row] = (self._tick, parent)
+        is_held = self._rows.place[row] == HELD
+        if not is_held:
+            self._leave(row)
+        self._rows.uses[row] = min(uses + 1, USES_MAX)
+        if not is_held:
+            self._enter(row)
 
-    def hold(self, name: Hashable) -> None:
+    def hold(self, row: int) -> None:
         """Take a block out of its queue. What comes before it in its chain stays too."""
-        if name not in self._held:
-            self._leave(name, self._nodes[name])
-            self._held.add(name)
+        if self._rows.place[row] != HELD:
+            self._leave(row)
+            self._rows.place[row] = HELD
 
-    def unhold(self, name: Hashable) -> None:
+    def unhold(self, row: int) -> None:
         """Enter a held block as the youngest of its queue."""
-        if name in self._held:
-            self._held.remove(name)
-            node = self._nodes[name]
-            self._queues[node.use_class][name] = None
+        if self._rows.place[row] == HELD:
+            self._enter(row)
 
-    def remove(self, name: Hashable, *, evicted: bool = False) -> None:
+    def remove(self, row: int, *, evicted: bool = False) -> None:
         """Forget a block; remember what is known of one that was evicted."""
-        node = self._nodes.pop(name, None)
-        if node is None:
-            return
-        self._leave(name, node)
-        self._held.discard(name)
-        if node.parent is not None:
-            self._lose_child(node.parent)
+        used_at, parent = self._known.pop(row)
+        if self._rows.place[row] != HELD:
+            self._leave(row)
+        self._rows.place[row] = UNKNOWN
+        if parent is not None:
+            self._lose_child(parent)
         if evicted:
-            self._gone[name] = node
-            while len(self._gone) > max(GONE_MIN, GONE_PER_BLOCK * len(self._nodes)):
-                _, lost = self._gone.popitem(last=False)
-                self._rates.missed(lost.use_class, self._tick - lost.used_at)
+            self._gone[self._rows.names[row]] = (self._rows.uses[row], used_at)
+            while len(self._gone) > max(GONE_MIN, GONE_PER_BLOCK * len(self._known)):
+                _, (uses, last_tick) = self._gone.popitem(last=False)
+                self._rates.missed(uses, self._tick - last_tick)
 
-    def victim(self) -> Hashable | None:
+    def victim(self) -> int | None:
         """Return the leaf, oldest in its queue, that is least worth its place.
 
         If every leaf is held, what stepped aside goes after all, the latest first.
         """
-        best: Hashable | None = None
+        best: int | None = None
         lowest = (0.0, 0)
         for use_class, queue in enumerate(self._queues):
-            name = self._oldest_leaf(queue)
-            if name is None:
+            row = self._oldest_leaf(queue)
+            if row is None:
                 continue
-            used_at = self._nodes[name].used_at
+            used_at = self._known[row][0]
             worth = (self._rates.rate(use_class, self._tick - used_at), used_at)
             if best is None or worth < lowest:
-                best, lowest = name, worth
-        return next(reversed(self._aside), None) if best is None else best
+                best, lowest = row, worth
+        if best is None and self._aside.youngest != NOWHERE:
+            return self._aside.youngest
+        return best
 
-    def evictable(self) -> Iterator[Hashable]:
+    def evictable(self) -> Iterator[int]:
         """Yield what is not held."""
         return chain(*self._queues, self._aside)
 
-    def _oldest_leaf(self, queue: OrderedDict[Hashable, None]) -> Hashable | None:
-        while queue:
-            name = next(iter(queue))
+    def _oldest_leaf(self, queue: RowQueue) -> int | None:
+        while queue.length:
+            row = queue.oldest
+            name = self._rows.names[row]
             if name not in self._children:
-                return name
-            del queue[name]
-            self._aside[name] = None
+                return row
+            queue.remove(row)
+            self._aside.push(row)
+            self._rows.place[row] = ASIDE
+            self._aside_named[name] = row
         return None
 
     def _lose_child(self, parent: Hashable) -> None:
@@ -158,12 +145,22 @@ class PrefixAware:
         if self._children[parent] > 0:
             return
         del self._children[parent]
-        if parent in self._aside:
-            del self._aside[parent]
-            queue = self._queues[self._nodes[parent].use_class]
-            queue[parent] = None
-            queue.move_to_end(parent, last=False)
+        row = self._aside_named.pop(parent, None)
+        if row is not None:
+            self._aside.remove(row)
+            uses = self._rows.uses[row]
+            self._rows.place[row] = FIRST_QUEUE + uses
+            self._queues[uses].push_oldest(row)
 
-    def _leave(self, name: Hashable, node: Node) -> None:
-        self._queues[node.use_class].pop(name, None)
-        self._aside.pop(name, None)
+    def _enter(self, row: int) -> None:
+        uses = self._rows.uses[row]
+        self._rows.place[row] = FIRST_QUEUE + uses
+        self._queues[uses].push(row)
+
+    def _leave(self, row: int) -> None:
+        place = self._rows.place[row]
+        if place == ASIDE:
+            self._aside.remove(row)
+            del self._aside_named[self._rows.names[row]]
+        else:
+            self._queues[place - FIRST_QUEUE].remove(row)

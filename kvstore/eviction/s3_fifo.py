@@ -12,88 +12,116 @@ from collections.abc import Hashable, Iterator
 from itertools import chain
 from typing import Final
 
+from kvstore.eviction.rows import FIRST_QUEUE, HELD, UNKNOWN, EvictionRows, RowQueue
+
 PROBATION_SHARE: Final = 0.1
 USES_MAX: Final = 3
 USES_TO_STAY: Final = 2  # of a block on probation, after it came
+PROBATION: Final = FIRST_QUEUE
+MAIN: Final = FIRST_QUEUE + 1
+FROM_MAIN: Final = 0x80  # in `uses` of a held block: the queue that it goes back to
 
 
 class S3Fifo:
-    """Three queues; see `EvictionPolicy`. It does not know chains."""
+    """Three queues; see `EvictionPolicy`. It does not know chains.
 
-    def __init__(self) -> None:
-        self._probation: OrderedDict[Hashable, int] = OrderedDict()  # name -> uses, at most 3
-        self._main: OrderedDict[Hashable, int] = OrderedDict()
+    Args:
+        rows: Its columns.
+    """
+
+    __slots__ = ("_gone", "_main", "_names", "_num_held", "_place", "_probation", "_uses")
+
+    def __init__(self, rows: EvictionRows) -> None:
+        self._probation = RowQueue(rows.older, rows.newer)
+        self._main = RowQueue(rows.older, rows.newer)
+        self._place, self._uses, self._names = rows.place, rows.uses, rows.names
         self._gone: OrderedDict[Hashable, None] = OrderedDict()
-        self._held: dict[Hashable, tuple[OrderedDict[Hashable, int], int]] = {}  # queue, uses
+        self._num_held = 0
 
     def __len__(self) -> int:
-        return len(self._probation) + len(self._main) + len(self._held)
+        return self._probation.length + self._main.length + self._num_held
 
-    def __contains__(self, name: Hashable) -> bool:
-        return name in self._probation or name in self._main or name in self._held
-
-    def admit(self, name: Hashable, parent: Hashable | None = None) -> None:
+    def admit(self, row: int, parent: Hashable | None = None) -> None:
         """Enter a block: on probation, unless it was evicted from there not long ago."""
         del parent
+        self._uses[row] = 0
+        name = self._names[row]
         if name in self._gone:
             del self._gone[name]
-            self._main[name] = 0
+            self._enter(row, MAIN)
         else:
-            self._probation[name] = 0
+            self._enter(row, PROBATION)
 
-    def touch(self, name: Hashable) -> None:
+    def touch(self, row: int) -> None:
         """Count a use; the block stays where it is."""
-        if name in self._held:
-            queue, uses = self._held[name]
-            self._held[name] = (queue, min(uses + 1, USES_MAX))
-            return
-        queue = self._probation if name in self._probation else self._main
-        queue[name] = min(queue[name] + 1, USES_MAX)
+        if self._uses[row] & ~FROM_MAIN < USES_MAX:
+            self._uses[row] += 1
 
-    def hold(self, name: Hashable) -> None:
+    def hold(self, row: int) -> None:
         """Take a block out of its queue."""
-        if name not in self._held:
-            queue = self._probation if name in self._probation else self._main
-            self._held[name] = (queue, queue.pop(name))
+        place = self._place[row]
+        if place == HELD:
+            return
+        self._leave(row)
+        self._place[row] = HELD
+        self._num_held += 1
+        if place == MAIN:
+            self._uses[row] |= FROM_MAIN
 
-    def unhold(self, name: Hashable) -> None:
+    def unhold(self, row: int) -> None:
         """Enter a held block into its queue again, as the youngest."""
-        if name in self._held:
-            queue, uses = self._held.pop(name)
-            queue[name] = uses
+        if self._place[row] != HELD:
+            return
+        self._num_held -= 1
+        was_main = self._uses[row] & FROM_MAIN
+        self._uses[row] &= ~FROM_MAIN
+        self._enter(row, MAIN if was_main else PROBATION)
 
-    def remove(self, name: Hashable, *, evicted: bool = False) -> None:
+    def remove(self, row: int, *, evicted: bool = False) -> None:
         """Forget a block; remember the name of one that was evicted on probation."""
-        if self._probation.pop(name, None) is not None and evicted:
-            self._gone[name] = None
+        place = self._place[row]
+        if place == HELD:
+            self._num_held -= 1
+        else:
+            self._leave(row)
+        self._place[row] = UNKNOWN
+        if evicted and place == PROBATION:
+            self._gone[self._names[row]] = None
             while len(self._gone) > max(1, len(self)):
                 self._gone.popitem(last=False)
-        self._main.pop(name, None)
-        self._held.pop(name, None)
 
-    def victim(self) -> Hashable | None:
+    def victim(self) -> int | None:
         """Return the next to go, after those before it were given the chances they earned.
 
         Amortised: a use pays for at most one later move, and there are at most three unpaid.
         """
-        while self._probation or self._main:
-            waiting = len(self._probation) + len(self._main)
-            if self._probation and (
-                not self._main or len(self._probation) >= PROBATION_SHARE * waiting
+        probation, main, uses = self._probation, self._main, self._uses
+        while probation.length or main.length:
+            waiting = probation.length + main.length
+            if probation.length and (
+                not main.length or probation.length >= PROBATION_SHARE * waiting
             ):
-                name, uses = next(iter(self._probation.items()))
-                if uses < USES_TO_STAY:
-                    return name
-                del self._probation[name]
-                self._main[name] = 0
+                row = probation.oldest
+                if uses[row] < USES_TO_STAY:
+                    return row
+                probation.remove(row)
+                uses[row] = 0
+                self._enter(row, MAIN)
             else:
-                name, uses = next(iter(self._main.items()))
-                if uses == 0:
-                    return name
-                self._main[name] = uses - 1
-                self._main.move_to_end(name)
+                row = main.oldest
+                if uses[row] == 0:
+                    return row
+                uses[row] -= 1
+                main.renew(row)
         return None
 
-    def evictable(self) -> Iterator[Hashable]:
+    def evictable(self) -> Iterator[int]:
         """Yield what is not held."""
         return chain(self._probation, self._main)
+
+    def _enter(self, row: int, place: int) -> None:
+        self._place[row] = place
+        (self._main if place == MAIN else self._probation).push(row)
+
+    def _leave(self, row: int) -> None:
+        (self._main if self._place[row] == MAIN else self._probation).remove(row)

@@ -1,77 +1,92 @@
-"""key -> block: the committed blocks and where their copies are."""
+"""key -> row: the committed blocks, each the ring of its copies."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from kvstore.errors import InvariantViolated
-from kvstore.master.block import Block, Extent, ExtentState
+from kvstore.master.copy_state import COMMITTED
+from kvstore.master.copy_table import CopyTable
 
 
 class BlockIndex:
-    """All committed blocks. A block is here exactly as long as it has a copy. Not thread-safe."""
+    """All committed blocks. A block is here exactly as long as it has a copy. Not thread-safe.
 
-    def __init__(self) -> None:
-        self._blocks: dict[bytes, Block] = {}
+    Args:
+        table: Where the copies are.
+    """
+
+    def __init__(self, table: CopyTable) -> None:
+        self._table = table
+        self.rows: dict[bytes, int] = {}  # any one copy of each; read it, change it here only
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.rows)
 
-    def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks.values())
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rows.values())
 
-    def get(self, key: bytes) -> Block | None:
-        """Return the block of this name."""
-        return self._blocks.get(key)
-
-    def attach(self, extent: Extent, *, checksum: int) -> bool:
+    def attach(self, row: int) -> bool:
         """Enter a committed copy.
 
         Returns:
-            False if other bytes of this name, or another copy on this node, are there.
+            False if other bytes of this name, or another copy in this segment, are there.
         """
-        assert extent.state is ExtentState.COMMITTED, extent
-        block = self._blocks.get(extent.key)
-        if block is None:
-            block = Block(key=extent.key, nbytes=extent.nbytes, checksum=checksum)
-            self._blocks[extent.key] = block
-        elif (block.nbytes, block.checksum) != (
-            extent.nbytes,
-            checksum,
-        ) or extent.node in block.replicas:
+        table = self._table
+        key = table.keys[row]
+        first = self.rows.setdefault(key, row)
+        if first == row:
+            return True
+        if not self.same_bytes(first, row):
             return False
-        block.replicas[extent.node] = extent
+        where = table.segment[row]
+        if any(table.segment[copy] == where for copy in table.copies(first)):
+            return False
+        table.sibling[row] = table.sibling[first]
+        table.sibling[first] = row
         return True
 
-    def detach(self, extent: Extent) -> None:
-        """Forget one copy, and the block with its last one."""
-        block = self._blocks[extent.key]
-        assert block.replicas.get(extent.node) is extent, extent
-        del block.replicas[extent.node]
-        if not block.replicas:
-            del self._blocks[extent.key]
+    def detach(self, row: int) -> bool:
+        """Forget one copy; return whether the block went with it."""
+        table = self._table
+        key, following = table.keys[row], table.sibling[row]
+        if following == row:
+            assert self.rows.get(key) == row, row
+            del self.rows[key]
+            return True
+        before = following
+        while table.sibling[before] != row:
+            before = table.sibling[before]
+        table.sibling[before] = following
+        table.sibling[row] = row
+        self.rows[key] = following
+        return False
 
-    def choose(self, key: bytes, *, reader: str, avoid: Collection[str]) -> Extent | None:
-        """Return the copy that this reader should use: its own node's, else any it can reach."""
-        block = self._blocks.get(key)
-        if block is None:
-            return None
-        own = block.replicas.get(reader)
-        if own is not None:
-            return own
-        return next((e for node, e in block.replicas.items() if node not in avoid), None)
+    def same_bytes(self, row: int, other: int) -> bool:
+        """Tell whether two copies are of the same bytes, as far as their columns say."""
+        table = self._table
+        return (table.length[row], table.checksum[row], table.chunk_bytes[row]) == (
+            table.length[other],
+            table.checksum[other],
+            table.chunk_bytes[other],
+        )
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless every block has copies that are its own."""
-        for block in self:
-            if not block.replicas:
-                self._fail(block, "has no copy")
-            for node, extent in block.replicas.items():
-                if extent.node != node or extent.key != block.key:
-                    self._fail(block, f"claims the extent of {extent.key.hex()} on {extent.node}")
-                if extent.state is not ExtentState.COMMITTED or extent.nbytes != block.nbytes:
-                    self._fail(block, f"has a copy that is {extent.state}, {extent.nbytes} bytes")
+        table = self._table
+        for key, first in self.rows.items():
+            copies = table.copies(first)
+            if len({table.segment[row] for row in copies}) != len(copies):
+                self._fail(key, "has two copies in a segment")
+            for row in copies:
+                if table.keys[row] != key or not self.same_bytes(row, first):
+                    self._fail(key, f"claims row {row}")
+                if table.state[row] != COMMITTED:
+                    self._fail(key, f"has a copy in state {table.state[row]}")
+                alike = (table.pin, table.tenant, table.group)
+                if any(column[row] != column[first] for column in alike):
+                    self._fail(key, "has copies of different pins, tenants or groups")
 
     @staticmethod
-    def _fail(block: Block, problem: str) -> None:
-        raise InvariantViolated(where=f"block {block.key.hex()}", problem=problem)
+    def _fail(key: bytes, problem: str) -> None:
+        raise InvariantViolated(where=f"block {key.hex()}", problem=problem)

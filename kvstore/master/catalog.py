@@ -1,12 +1,12 @@
-"""Blocks, segments, leases and open puts as one whole: what a block's bytes are counted under.
+"""All books of one pool as one whole: segments, blocks, leases, open puts, tenants, groups, pins.
 
-The master decides; the catalog carries out single changes so that all four stay in step.
+The master decides; the catalog carries out single changes so that all of them stay in step.
 
 Policies that plan copies (draining, promotion, hot blocks, ...) work on this, in rows of
 `kvstore/master/copy_table.py`: one row, a small int, per copy of a block.
 
     copies(key) -> [row]                   committed copies of a block
-    rows_in(segment) -> [row]              committed copies in one segment; O(all rows)
+    table.rows_in(index, COMMITTED)        committed copies in one segment; O(all rows)
     open_copy(row, target, now) -> id      space in segment `target` for another copy of this
                                            block, written by the node of `row`, whose bytes stay
                                            in place meanwhile; None: no room (nothing is evicted)
@@ -16,29 +16,42 @@ Policies that plan copies (draining, promotion, hot blocks, ...) work on this, i
     drop(row)                              one copy goes (the block with its last)
     observers: list[PoolObserver]          told of stored(row), hit(rows), evicting(row),
                                            dropped(row), joined(segment), left(segment)
+    nodes_with_work: set[str]              who is told by `Known.copies` to ask for work
 
 A copy counts as an open put of the source node: a fenced node's copies are quarantined, those of
-a dead one freed, those into a lost segment forgotten (`commit_copy` is False then).
+a dead one freed, those into a lost segment forgotten (`commit_copy` is False then). One that takes
+longer than `MasterTiming.put_s` is quarantined.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from kvstore.errors import InvariantViolated
-from kvstore.events.event_log import EventLog, Medium
-from kvstore.master.block import Block, Extent, ExtentState
+from configs.schema import Eviction
+from kvstore.events.event_log import EventLog
+from kvstore.events.event_log import Medium as EventMedium
 from kvstore.master.block_index import BlockIndex
-from kvstore.master.lease import LeaseTable
-from kvstore.master.open_puts import OpenPuts, PutId
+from kvstore.master.copy_state import COMMITTED, FREE, LOST, OPEN, QUARANTINED, RETIRED
+from kvstore.master.copy_table import CopyTable
+from kvstore.master.expected_keys import ExpectedKeys
+from kvstore.master.groups import NO_GROUP, GroupBook
+from kvstore.master.lease import Lease, LeaseTable
+from kvstore.master.observer import PoolObserver
+from kvstore.master.open_puts import OpenPuts, PutBatch
+from kvstore.master.pins import Pins
 from kvstore.master.pool import SegmentPool
 from kvstore.master.segment import Segment
-from kvstore.wire.messages import MasterStatistics, NodeAddress
+from kvstore.master.tenants import Tenant, TenantBook, TenantRule
+from kvstore.wire.messages import Medium, Pin
 
-EXPECTED_MAX: Final = 1 << 15  # keys looked for in vain whose parent is remembered
+SOURCE_LEFT: Final = -2  # in `PutBatch.source`: a planned copy that is not read any more
+EVENT_MEDIA: Final = {
+    Medium.DRAM: EventMedium.DRAM,
+    Medium.CXL: EventMedium.DRAM,
+    Medium.SSD: EventMedium.SSD,
+}
 
 
 class Catalog:
@@ -46,233 +59,339 @@ class Catalog:
 
     Args:
         lease_s: How long a lease lasts.
+        soft_pin_s: How long a soft pin lasts if nobody says.
+        eviction: Which blocks make room for others.
         events: Where it is noted that a block came or went; None if nobody wants to know.
+        tenants: Who is configured.
     """
 
-    def __init__(self, *, lease_s: float, events: EventLog | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        lease_s: float,
+        soft_pin_s: float,
+        eviction: Eviction = Eviction.LRU,
+        events: EventLog | None = None,
+        tenants: Sequence[TenantRule] = (),
+    ) -> None:
+        self.eviction = eviction
         self._events = events
-        self.pool = SegmentPool(evict=self._evict)
-        self.puts = OpenPuts()
+        self.table = CopyTable()
+        self.pool = SegmentPool(self.table, evict=self.evict)
+        self.puts = OpenPuts(self.table)
+        self.index = BlockIndex(self.table)
+        self.leases = LeaseTable(lease_s)
+        self.tenants = TenantBook(self.table, tenants)
+        self.groups = GroupBook()
+        self.pins = Pins(self.table, self.index, self.pool, self.tenants, soft_pin_s=soft_pin_s)
         self.counts: Counter[str] = Counter()
-        self._index = BlockIndex()
-        self._leases = LeaseTable(lease_s)
+        self.observers: list[PoolObserver] = []
+        self.nodes_with_work: set[str] = set()
+        self.expected = ExpectedKeys() if eviction is Eviction.PREFIX_AWARE else None
+        self._planned: dict[int, PutBatch] = {}
+        self._last_copy_id = 0
         self._uses = 0
-        self._parents: OrderedDict[bytes, bytes] = OrderedDict()  # of keys looked for in vain
 
-    def find(self, key: bytes) -> Block | None:
-        """Return a committed block."""
-        return self._index.get(key)
+    def copies(self, key: bytes) -> list[int]:
+        """Return the committed copies of a block; none if it is not there."""
+        row = self.index.rows.get(key)
+        return [] if row is None else self.table.copies(row)
 
-    def present(self) -> Iterator[tuple[bytes, Medium]]:
-        """Iterate over the committed blocks and the media that they are in."""
-        return ((block.key, Medium.DRAM) for block in self._index)
+    def present(self) -> Iterator[tuple[bytes, EventMedium]]:
+        """Iterate over the committed blocks and the media that they are in, each once."""
+        for key, first in self.index.rows.items():
+            for medium in {self._event_medium(row) for row in self.table.copies(first)}:
+                yield key, medium
 
     # -- a block comes ------------------------------------------------------------------------
 
-    def adopt(self, segment: Segment, key: bytes, offset: int, nbytes: int, checksum: int) -> bool:
-        """Enter a copy that a node already holds; False if it does not fit in with the rest."""
-        extent = segment.adopt(key, offset, nbytes)
-        return extent is not None and self._attach(extent, checksum=checksum)
+    def describe(
+        self, row: int, *, checksum: int, chunk_bytes: int, tenant: Tenant, charge: int
+    ) -> None:
+        """Fill in what a fresh row has besides its place, and charge its tenant."""
+        self.table.checksum[row] = checksum
+        self.table.chunk_bytes[row] = chunk_bytes
+        self.table.tenant[row] = tenant.number
+        self.table.group[row] = NO_GROUP
+        tenant.used_bytes += charge
 
-    def pin(self, key: bytes) -> None:
-        """Keep a committed block from eviction for good."""
-        block = self._index.get(key)
-        assert block is not None, key
-        block.pinned = True
-        for extent in block.replicas.values():
-            self.pool.of(extent).keep(extent)
+    def attach(self, row: int, *, pin: int, pin_s: float, group: str, now: float) -> bool:
+        """Make a COMMITTED row a block, or a further copy of one; else free its bytes.
 
-    def commit(self, put_id: PutId) -> bool:
-        """Make a written extent a block; False if the put is unknown, too late or superseded."""
-        put = self.puts.take(put_id)
-        if put is None:
-            return False
-        if put.extent.state is ExtentState.QUARANTINED:  # too late, but now its bytes are at rest
-            self.pool.of(put.extent).release(put.extent)
-            return False
-        put.extent.become(ExtentState.COMMITTED)
-        if not self._attach(put.extent, checksum=put.checksum):
-            return False
-        if put.pinned:
-            self.pin(put.extent.key)
-        self.counts["stored"] += 1
+        A further copy is pinned and grouped as the block is.
+        """
+        table = self.table
+        key = table.keys[row]
+        first = self.index.rows.get(key)
+        if first is not None:
+            pin, table.group[row] = table.pin[first], table.group[first]
+            if table.tenant[first] != table.tenant[row] or not self.index.attach(row):
+                self._free(row)
+                return False
+        else:
+            self.index.attach(row)
+            tenant = table.tenant[row]
+            self.tenants[tenant].blocks += 1
+            if pin:
+                self.pins.enter(key, pin, pin_s, now)
+            if group:
+                table.group[row] = self.groups.enter(tenant, group, key)
+        table.pin[row] = pin
+        parent = None if self.expected is None else self.expected.parent(key)
+        self.pool.of(row).enter(row, parent)
+        if table.tenant[row]:
+            self.tenants.order(row)
+        self._uses += 1
+        table.used_at[row] = self._uses
+        if self._events is not None and self._is_only_in_medium(row):
+            self._events.stored(key, self._event_medium(row))
+        for observer in self.observers:
+            observer.stored(row)
         return True
 
-    def settle(self, put_id: PutId) -> int:
-        """Free the extent of a put that is certainly not being written; return how many (0, 1)."""
-        put = self.puts.take(put_id)
-        if put is None:
+    def commit(self, batch: PutBatch, place: int, now: float) -> bool:
+        """Make a written copy a block; False if it is unknown, too late or superseded."""
+        row = self.puts.take(batch, place)
+        if row is None:
+            return False
+        if self.table.state[row] == QUARANTINED:  # too late, but now its bytes are at rest
+            self._free(row)
+            return False
+        self.pool.of(row).become(row, COMMITTED)
+        key = self.table.keys[row]
+        is_new = key not in self.index.rows
+        if not self.attach(row, pin=batch.pin, pin_s=batch.pin_s, group=batch.group, now=now):
+            return False
+        self.counts["stored"] += is_new
+        return True
+
+    def settle(self, batch: PutBatch, place: int) -> int:
+        """Free a copy that is certainly not being written; return how many (0, 1)."""
+        row = self.puts.take(batch, place)
+        if row is None:
             return 0
-        self.pool.of(put.extent).release(put.extent)
+        self._free(row)
         return 1
+
+    def quarantine(self, batch: PutBatch, place: int) -> None:
+        """Put an open copy beyond use. Unknown ones are ignored."""
+        row = self.puts.close(batch, place)
+        if row is not None:
+            self.pool.of(row).become(row, QUARANTINED)
+
+    def end_batch(self, batch: PutBatch, *, at_rest: bool) -> int:
+        """Settle or quarantine all of a put; return of how many copies."""
+        places = list(batch.rows)
+        for place in places:
+            if at_rest:
+                self.settle(batch, place)
+            else:
+                self.quarantine(batch, place)
+        self._leave_source(batch)
+        self._forget_planned(batch)
+        return len(places)
+
+    def make_way(self, tenant: Tenant, nbytes: int) -> bool:
+        """Evict a tenant's own blocks until it may have so many bytes more; False if it can't."""
+        if tenant.quota_bytes is not None and nbytes > tenant.quota_bytes:
+            return False
+        while tenant.exceeds(nbytes):
+            row = self.tenants.victim(tenant)
+            if row is None:
+                return False
+            self.evict(row)
+        return True
+
+    # -- copies that the master plans ---------------------------------------------------------
+
+    def open_copy(self, row: int, target: Segment, now: float) -> int | None:
+        """Take space for another copy of a block; see the module."""
+        table = self.table
+        assert table.state[row] == COMMITTED, row
+        if target.placeable_s > now or target is self.pool.of(row):
+            return None
+        key, space = table.keys[row], table.space[row]
+        tenant = self.tenants[table.tenant[row]]
+        copy = None if tenant.exceeds(space) else target.place(key, table.length[row], space)
+        if copy is None:
+            return None
+        self._last_copy_id += 1
+        checksum, chunk_bytes = table.checksum[row], table.chunk_bytes[row]
+        self.describe(copy, checksum=checksum, chunk_bytes=chunk_bytes, tenant=tenant, charge=space)
+        batch = PutBatch(
+            client=self.pool.of(row).node.name,
+            batch=-self._last_copy_id,
+            opened_s=self.leases.awake(now),
+            source=row,
+            rows={0: copy},
+        )
+        self.puts.add(batch)
+        self._planned[self._last_copy_id] = batch
+        self.pool.of(row).lease(row)
+        return self._last_copy_id
+
+    def planned_copy(self, copy_id: int) -> int | None:
+        """Return the row that a planned copy goes to, until it ends or is lost."""
+        batch = self._planned.get(copy_id)
+        return None if batch is None else batch.rows.get(0)
+
+    def commit_copy(self, copy_id: int, now: float) -> bool:
+        """A planned copy is written; see the module."""
+        batch = self._planned.pop(copy_id, None)
+        if batch is None:
+            return False
+        stored = self.commit(batch, 0, now)
+        self._leave_source(batch)
+        return stored
+
+    def abort_copy(self, copy_id: int, *, at_rest: bool) -> None:
+        """A planned copy is given up; see the module. Unknown ones are ignored."""
+        batch = self._planned.get(copy_id)
+        if batch is not None:
+            self.end_batch(batch, at_rest=at_rest)
+
+    def _leave_source(self, batch: PutBatch) -> None:
+        if batch.source >= 0:
+            source, batch.source = batch.source, SOURCE_LEFT
+            self._unlease((source,))
+
+    def _forget_planned(self, batch: PutBatch) -> None:
+        if batch.batch < 0 and not batch.rows:
+            self._planned.pop(-batch.batch, None)
 
     # -- a block is read ----------------------------------------------------------------------
 
-    def leading_run(
-        self, keys: Sequence[bytes], *, reader: str, avoid: Collection[str]
-    ) -> list[Extent]:
-        """Return the copies to read of the keys up to the first that is missing; counts as use."""
-        extents: list[Extent] = []
-        for key in keys:
-            extent = self._index.choose(key, reader=reader, avoid=avoid)
-            if extent is None:
-                break
-            extents.append(extent)
-        self.counts["hit"] += len(extents)
-        self.counts["missed"] += len(keys) - len(extents)
-        self._expect(keys[max(0, len(extents) - 1) :])
-        for extent in reversed(extents):  # the root last: see EvictionPolicy
-            self._touch(extent)
-        return extents
+    def use(self, rows: Sequence[int]) -> None:
+        """Count a use of these copies; of a chain, in its order."""
+        table, segments = self.table, self.pool.segments
+        where, used_at, tenant, uses = table.segment, table.used_at, table.tenant, self._uses
+        for row in reversed(rows):  # the root last: see EvictionPolicy
+            uses += 1
+            used_at[row] = uses
+            segments[where[row]].touch(row)
+            if tenant[row]:
+                self.tenants.touch(row)
+        self._uses = uses
+        for observer in self.observers:
+            observer.hit(rows)
 
-    def _expect(self, run: Sequence[bytes]) -> None:
-        """Remember the order of keys that are not here: who misses a chain often stores it soon."""
-        for parent, key in pairwise(run):
-            self._parents[key] = parent
-            self._parents.move_to_end(key)
-        while len(self._parents) > EXPECTED_MAX:
-            self._parents.popitem(last=False)
-
-    def lease(self, client: str, extents: Sequence[Extent], now: float) -> int:
+    def lease(self, client: str, rows: Sequence[int], now: float) -> int:
         """Keep these bytes in place for a while; return the lease's id."""
-        for extent in extents:
-            self.pool.of(extent).hold(extent)
-        return self._leases.grant(client, tuple(extents), now).lease_id
+        segments, where = self.pool.segments, self.table.segment
+        for row in rows:
+            segments[where[row]].lease(row)
+        return self.leases.grant(client, rows, now)
 
-    def end_lease(self, client: str, lease_id: int) -> int:
-        """End one lease of a client; return how many ended (0, 1)."""
-        before = len(self._leases)
-        self._reap(self._leases.release(client, lease_id))
-        return before - len(self._leases)
+    def end_leases(self, leases: Iterable[Lease]) -> None:
+        """Let go of the bytes of leases that have ended."""
+        for lease in leases:
+            self._unlease(lease.rows)
 
-    def end_leases_of(self, client: str) -> None:
-        """End all leases of a client."""
-        self._reap(self._leases.drop_client(client))
-
-    def expire_leases(self, now: float) -> None:
-        """End the leases whose time has come."""
-        self._reap(self._leases.expire(now))
+    def _unlease(self, rows: Sequence[int]) -> None:
+        table, segments = self.table, self.pool.segments
+        leases, states, where = table.leases, table.state, table.segment
+        for row in reversed(rows):  # the root last
+            left = leases[row] - 1
+            leases[row] = left
+            if left:
+                continue
+            state = states[row]
+            if state == COMMITTED:
+                segments[where[row]].settle(row)
+            elif state == RETIRED:
+                self._free(row)
+            elif state == LOST:
+                states[row] = FREE
+                table.give_back(row)
 
     # -- a block goes -------------------------------------------------------------------------
 
-    def drop(self, extent: Extent) -> None:
+    def drop(self, row: int, *, evicted: bool = False) -> None:
         """Make a copy unfindable; its bytes are free when nobody reads them any more."""
-        self._detach(extent)
-        segment = self.pool.of(extent)
-        segment.keep(extent)
-        if extent.leases:
-            extent.become(ExtentState.RETIRED)
+        self._detach(row, evicted=evicted)
+        if self.table.leases[row]:
+            self.pool.of(row).become(row, RETIRED)
         else:
-            segment.release(extent)
+            self._free(row)
 
-    def drop_node(self, node: str) -> None:
+    def remove(self, key: bytes) -> bool:
+        """Drop all copies of a block; False if it is not there."""
+        rows = self.copies(key)
+        for row in rows:
+            self.drop(row)
+        return bool(rows)
+
+    def drop_node(self, name: str) -> None:
         """Forget a node's copies and the puts into its memory. Unknown nodes are ignored."""
-        segment = self.pool.remove(node)
-        if segment is None:
+        node = self.pool.node(name)
+        if node is None:
             return
-        for extent in segment.extents():
-            if extent.state is ExtentState.COMMITTED:
-                self._detach(extent)
-                self.counts["lost"] += 1
-        self.puts.lose(set(segment.lose()))
+        segments = {segment.index: segment for segment in node.segments.values()}
+        for batch in self.puts.lose(set(segments)):
+            self._leave_source(batch)
+            self._forget_planned(batch)
+        for segment in segments.values():
+            for row in self.table.rows_in(segment.index, OPEN, COMMITTED, RETIRED, QUARANTINED):
+                self._lose(row, segment)
+            for observer in self.observers:
+                observer.left(segment)
+        self.pool.remove(name)
+        self.nodes_with_work.discard(name)
 
-    def _evict(self, extent: Extent) -> None:
+    def _lose(self, row: int, segment: Segment) -> None:
+        table = self.table
+        if table.state[row] == COMMITTED:
+            self._detach(row)
+            self.counts["lost"] += 1
+        segment.become(row, LOST)
+        self.tenants[table.tenant[row]].used_bytes -= table.space[row]
+        if not table.leases[row]:
+            table.state[row] = FREE
+            table.give_back(row)
+
+    def evict(self, row: int) -> None:
+        """Drop a copy, and with a block's last copy its group, to make room."""
+        for observer in self.observers:
+            observer.evicting(row)
         self.counts["evicted"] += 1
-        self.pool.of(extent).keep(extent, evicted=True)
-        self.drop(extent)
+        group, key = self.table.group[row], self.table.keys[row]
+        self.drop(row, evicted=True)
+        if group == NO_GROUP or key in self.index.rows:
+            return
+        for other in self.groups.keys(group):  # without this one, they are of no use
+            for copy in self.copies(other):
+                if self.table.pin[copy] == Pin.NONE and not self.table.leases[copy]:
+                    self.counts["evicted"] += 1
+                    self.drop(copy, evicted=True)
 
-    def _reap(self, idle: list[Extent]) -> None:
-        for extent in reversed(dict.fromkeys(idle)):  # the root last
-            if extent.state is ExtentState.RETIRED:
-                self.pool.of(extent).release(extent)
-            elif extent.state is ExtentState.COMMITTED:
-                self.pool.of(extent).unhold(extent)
+    def _detach(self, row: int, *, evicted: bool = False) -> None:
+        table = self.table
+        key, tenant = table.keys[row], table.tenant[row]
+        if self._events is not None and self._is_only_in_medium(row):
+            self._events.removed(key, self._event_medium(row))
+        for observer in self.observers:
+            observer.dropped(row)
+        self.pool.of(row).leave(row, evicted=evicted)
+        if tenant:
+            self.tenants.disorder(row)
+        if self.index.detach(row):
+            self.tenants[tenant].blocks -= 1
+            if table.group[row]:
+                self.groups.leave(table.group[row], key)
+            if table.pin[row]:
+                self.pins.leave(key, table.pin[row])
 
-    def _attach(self, extent: Extent, *, checksum: int) -> bool:
-        if not self._index.attach(extent, checksum=checksum):
-            self.pool.of(extent).release(extent)
-            return False
-        if self._events is not None and self._copies(extent.key) == 1:
-            self._events.stored(extent.key)
-        self._touch(extent)
-        return True
+    def _free(self, row: int) -> None:
+        table = self.table
+        self.pool.of(row).become(row, FREE)
+        self.tenants[table.tenant[row]].used_bytes -= table.space[row]
+        table.give_back(row)
 
-    def _detach(self, extent: Extent) -> None:
-        self._index.detach(extent)
-        if self._events is not None and self._copies(extent.key) == 0:
-            self._events.removed(extent.key)
+    def _event_medium(self, row: int) -> EventMedium:
+        return EVENT_MEDIA[self.pool.of(row).medium]
 
-    def _copies(self, key: bytes) -> int:
-        block = self._index.get(key)
-        return 0 if block is None else len(block.replicas)
-
-    def _touch(self, extent: Extent) -> None:
-        self._uses += 1
-        extent.used_at = self._uses
-        block = self._index.get(extent.key)
-        assert block is not None, extent
-        if not block.pinned:
-            self.pool.of(extent).use(extent, parent=self._parents.pop(extent.key, None))
-
-    # -- figures and checks -------------------------------------------------------------------
-
-    def name_nodes(self, extents: Sequence[Extent]) -> tuple[list[NodeAddress], list[int]]:
-        """Return the nodes of these extents, each once, and every extent's index in that list."""
-        idx = {node: i for i, node in enumerate(dict.fromkeys(e.node for e in extents))}
-        segments = [self.pool.get(node) for node in idx]
-        nodes = [NodeAddress(s.node, s.address) for s in segments if s is not None]
-        assert len(nodes) == len(idx), idx
-        return nodes, [idx[extent.node] for extent in extents]
-
-    def statistics(self) -> MasterStatistics:
-        """Return the figures of the pool now."""
-
-        def total(state: ExtentState) -> int:
-            return sum(segment.bytes_in(state) for segment in self.pool)
-
-        return MasterStatistics(
-            nodes=len(self.pool),
-            blocks=len(self._index),
-            leases=len(self._leases),
-            open_puts=len(self.puts),
-            capacity_bytes=sum(segment.capacity for segment in self.pool),
-            free_bytes=sum(segment.free for segment in self.pool),
-            committed_bytes=total(ExtentState.COMMITTED),
-            open_bytes=total(ExtentState.OPEN),
-            retired_bytes=total(ExtentState.RETIRED),
-            quarantined_bytes=total(ExtentState.QUARANTINED),
-            hit_blocks=self.counts["hit"],
-            missed_blocks=self.counts["missed"],
-            stored_blocks=self.counts["stored"],
-            evicted_blocks=self.counts["evicted"],
-            corrupt_blocks=self.counts["corrupt"],
-            unreachable_blocks=self.counts["unreachable"],
-            lost_blocks=self.counts["lost"],
-        )
-
-    def check_invariants(self) -> None:
-        """Raise InvariantViolated unless index, segments, leases and puts agree."""
-        self._index.check_invariants()
-        self.puts.check_invariants()
-        leased = self._leases.counts()
-        indexed: dict[Extent, Block] = {
-            extent: block for block in self._index for extent in block.replicas.values()
-        }
-        by_state: dict[ExtentState, set[Extent]] = {state: set() for state in ExtentState}
-        for segment in self.pool:
-            segment.check_invariants()
-            for extent in segment.extents():
-                by_state[extent.state].add(extent)
-                evictable = extent in indexed and not indexed[extent].pinned
-                _check(extent.leases == leased.get(extent, 0), "leases are miscounted", extent)
-                _check(evictable == segment.may_evict(extent), "wrongly evictable", extent)
-        written = by_state[ExtentState.OPEN] | by_state[ExtentState.QUARANTINED]
-        _check(by_state[ExtentState.COMMITTED] == set(indexed), "committed is not indexed")
-        _check(written == self.puts.extents(), "extents being written are not those of the puts")
-        _check(all(e.leases for e in by_state[ExtentState.RETIRED]), "retired without a lease")
-        _check(not by_state[ExtentState.FREE] | by_state[ExtentState.LOST], "ended extent kept")
-
-
-def _check(holds: bool, problem: str, extent: Extent | None = None) -> None:
-    if not holds:
-        raise InvariantViolated(where="Catalog", problem=f"{problem}: {extent}")
+    def _is_only_in_medium(self, row: int) -> bool:
+        if self.table.sibling[row] == row:
+            return True
+        medium = self._event_medium(row)
+        return sum(self._event_medium(copy) is medium for copy in self.table.copies(row)) == 1

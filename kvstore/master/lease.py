@@ -1,91 +1,98 @@
 """Leases: for a while, the bytes that a reader was told about stay where they are.
 
-All leases of a master last equally long, so they end in the order in which they were granted,
-and expiry looks at the oldest only. The reader counts from *before* its request, the master from
-when it handles it: the reader always gives up first, whatever the two clocks show.
+All leases of a master last equally long, so they end in the order in which they were granted or
+renewed, and expiry looks at the oldest only. The reader counts from *before* its request, the
+master from when it handles it: the reader always gives up first, whatever the two clocks show.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.master.block import Extent
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Lease:
-    """The right of one client to read these extents until `deadline_s` of the master's clock."""
+    """The right of one client to read these copies until `deadline_s` of the awake time."""
 
-    lease_id: int
     client: str
     deadline_s: float
-    extents: tuple[Extent, ...]
+    rows: Sequence[int]
 
 
 class LeaseTable:
-    """All running leases; keeps `Extent.leases` equal to the number of leases on each.
+    """All running leases. Who calls keeps `CopyTable.leases`. Not thread-safe.
 
-    Methods that end leases return the extents that nobody reads any more.
+    Deadlines are in *awake time*: the master's clock less what `excuse` was told of, since nobody
+    could renew a lease with a master that did not run.
 
     Args:
-        duration_s: How long a lease lasts unless released.
+        duration_s: How long a lease lasts unless released or renewed.
     """
 
     def __init__(self, duration_s: float) -> None:
         self.duration_s = duration_s
-        self._leases: dict[int, Lease] = {}  # in the order of their ends
+        self._leases: OrderedDict[int, Lease] = OrderedDict()  # in the order of their ends
         self._last_id = 0
+        self._excused_s = 0.0
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, client: str, extents: tuple[Extent, ...], now: float) -> Lease:
-        """Lease the extents to the client from now on."""
-        self._last_id += 1
-        lease = Lease(
-            lease_id=self._last_id,
-            client=client,
-            deadline_s=now + self.duration_s,
-            extents=extents,
-        )
-        self._leases[lease.lease_id] = lease
-        for extent in extents:
-            extent.leases += 1
-        return lease
+    def excuse(self, seconds: float) -> None:
+        """Do not count time in which the master did not run."""
+        self._excused_s += seconds
 
-    def release(self, client: str, lease_id: int) -> list[Extent]:
-        """End a lease of this client; unknown and ended ones are ignored."""
+    def awake(self, now: float) -> float:
+        """Return the awake time."""
+        return now - self._excused_s
+
+    def grant(self, client: str, rows: Sequence[int], now: float) -> int:
+        """Lease the copies to the client from now on; return the lease's id."""
+        self._last_id += 1
+        deadline_s = now - self._excused_s + self.duration_s
+        self._leases[self._last_id] = Lease(client=client, deadline_s=deadline_s, rows=rows)
+        return self._last_id
+
+    def renew(self, client: str, lease_id: int, now: float) -> bool:
+        """Start a lease's time again; False if it is not running, or another's."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.client != client:
-            return []
-        return self._end(lease)
+            return False
+        lease.deadline_s = now - self._excused_s + self.duration_s
+        self._leases.move_to_end(lease_id)
+        return True
 
-    def expire(self, now: float) -> list[Extent]:
-        """End all leases whose time has come."""
-        idle = []
+    def release(self, client: str, lease_id: int) -> Lease | None:
+        """End and return a lease of this client; unknown and ended ones are ignored."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.client != client:
+            return None
+        return self._leases.pop(lease_id)
+
+    def expire(self, now: float) -> list[Lease]:
+        """End and return all leases whose time has come."""
+        ended = []
+        awake = now - self._excused_s
         while self._leases:
-            oldest = next(iter(self._leases.values()))
-            if oldest.deadline_s > now:
+            oldest_id, oldest = next(iter(self._leases.items()))
+            if oldest.deadline_s > awake:
                 break
-            idle += self._end(oldest)
-        return idle
+            ended.append(self._leases.pop(oldest_id))
+        return ended
 
-    def drop_client(self, client: str) -> list[Extent]:
-        """End all leases of a client that is out of the cluster."""
-        theirs = [lease for lease in self._leases.values() if lease.client == client]
-        return [extent for lease in theirs for extent in self._end(lease)]
+    def drop_client(self, client: str) -> list[Lease]:
+        """End and return all leases of a client that is out of the cluster."""
+        theirs = [i for i, lease in self._leases.items() if lease.client == client]
+        return [self._leases.pop(lease_id) for lease_id in theirs]
 
-    def counts(self) -> dict[Extent, int]:
-        """Count the leases on each extent anew, for checking."""
-        found: dict[Extent, int] = {}
-        for lease in self._leases.values():
-            for extent in lease.extents:
-                found[extent] = found.get(extent, 0) + 1
-        return found
+    def next_end_s(self) -> float | None:
+        """When the next lease ends, on the master's clock, if nobody renews or releases it."""
+        if not self._leases:
+            return None
+        return next(iter(self._leases.values())).deadline_s + self._excused_s
 
-    def _end(self, lease: Lease) -> list[Extent]:
-        del self._leases[lease.lease_id]
-        for extent in lease.extents:
-            assert extent.leases > 0, extent
-            extent.leases -= 1
-        return [extent for extent in lease.extents if extent.leases == 0]
+    def counts(self) -> Counter[int]:
+        """Count the leases on each row anew, for checking."""
+        return Counter(row for lease in self._leases.values() for row in lease.rows)

@@ -1,133 +1,189 @@
-"""Puts between allocation and commit, and the extents of those that ended badly.
+"""Puts between allocation and commit, and the copies of those that ended badly.
 
-A put holds its key: nobody else writes the same block meanwhile. It loses the key, and its extent
-goes to quarantine, when its writer is fenced, is too slow, or gives up without knowing whether
-its bytes are still under way. Quarantine ends when the writer itself says that the write is over
-(it answers for its own engine), or when its incarnation is certainly dead.
+A put holds its key: nobody else writes the same block meanwhile. It loses the key, and its copies
+go to quarantine, when its writer is fenced, is too slow, or gives up without knowing whether its
+bytes are still under way. Quarantine ends when the writer itself says that the write is over (it
+answers for its own engine), or when its incarnation is certainly dead.
+
+These are the books only; the catalog changes the states of the copies along with them.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Final
 
 from kvstore.errors import InvariantViolated
-from kvstore.master.block import Extent, ExtentState
+from kvstore.master.copy_state import OPEN, QUARANTINED
+from kvstore.master.copy_table import CopyTable
+
+NO_SOURCE: Final = -1
 
 
-class PutId(NamedTuple):
-    """Names one put: chosen by the client, so that a lost reply loses nothing."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class PutBatch:
+    """The copies of one `Allocate` that are being written, or in quarantine.
+
+    Attributes:
+        client: Who writes; with `batch` this names the put.
+        batch: The client's number; negative for copies that the master planned.
+        opened_s: When, in awake time (see `LeaseTable`).
+        replicas: Places per key in `rows`.
+        pin: What the blocks are to be pinned as.
+        pin_s: For how long.
+        tenant: Whose they are.
+        group: What they go together with.
+        source: The row that a planned copy is read from.
+        rows: place -> row; places are those of `Allocated.node_idx`.
+    """
 
     client: str
     batch: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenPut:
-    """One block being written."""
-
-    put_id: PutId
-    extent: Extent
-    checksum: int
-    pinned: bool
     opened_s: float
+    replicas: int = 1
+    pin: int = 0
+    pin_s: float = 0.0
+    tenant: int = 0
+    group: str = ""
+    source: int = NO_SOURCE
+    rows: dict[int, int] = field(default_factory=dict)
 
 
 class OpenPuts:
-    """The puts under way and in quarantine. Not thread-safe."""
+    """The puts under way and in quarantine. Not thread-safe.
 
-    def __init__(self) -> None:
-        self._open: dict[PutId, OpenPut] = {}  # in the order of opening
-        self._quarantined: dict[PutId, OpenPut] = {}
-        self._holders: dict[bytes, PutId] = {}
+    Args:
+        table: The columns of their copies.
+    """
 
-    def __len__(self) -> int:
-        return len(self._open)
+    def __init__(self, table: CopyTable) -> None:
+        self._table = table
+        self._clients: dict[str, dict[int, PutBatch]] = {}
+        self._open: OrderedDict[int, PutBatch] = OrderedDict()  # by id(), in order of opening
+        self.writers: dict[bytes, int] = {}  # key -> row of one open copy; read it only
 
-    def holds(self, key: bytes) -> bool:
-        """Tell whether somebody is writing this block now."""
-        return key in self._holders
+    def __iter__(self) -> Iterator[PutBatch]:
+        return (batch for batches in self._clients.values() for batch in batches.values())
 
-    def find(self, put_id: PutId) -> OpenPut | None:
-        """Return an open put."""
-        return self._open.get(put_id)
+    def count_open(self) -> int:
+        """Count the open copies."""
+        state = self._table.state
+        return sum(
+            state[row] == OPEN for batch in self._open.values() for row in batch.rows.values()
+        )
 
-    def add(self, put: OpenPut) -> None:
-        """Enter a put whose extent was just allocated."""
-        assert put.put_id not in self._open, put
-        assert put.extent.key not in self._holders, put
-        assert put.extent.state is ExtentState.OPEN, put
-        self._open[put.put_id] = put
-        self._holders[put.extent.key] = put.put_id
+    def find(self, client: str, batch: int) -> PutBatch | None:
+        """Return a batch of which something is open or in quarantine."""
+        batches = self._clients.get(client)
+        return None if batches is None else batches.get(batch)
 
-    def take(self, put_id: PutId) -> OpenPut | None:
-        """Remove a put that its writer ended, from quarantine too; None if it is unknown."""
-        put = self._open.get(put_id)
-        if put is not None:
-            self._forget(put)
-            return put
-        return self._quarantined.pop(put_id, None)
+    def add(self, batch: PutBatch) -> None:
+        """Enter a batch, whose copies are entered in `rows` and `hold` by the caller."""
+        assert self.find(batch.client, batch.batch) is None, batch
+        self._clients.setdefault(batch.client, {})[batch.batch] = batch
+        self._open[id(batch)] = batch
 
-    def quarantine(self, put_id: PutId) -> None:
-        """Take the key from a put and put its extent beyond use. Unknown puts are ignored."""
-        put = self._open.get(put_id)
-        if put is None:
-            return
-        self._forget(put)
-        if put.extent.state is ExtentState.OPEN:  # else it was lost with its node
-            put.extent.become(ExtentState.QUARANTINED)
-            self._quarantined[put_id] = put
+    def hold(self, key: bytes, row: int) -> None:
+        """Give a key, which nobody holds, to the put of this open copy."""
+        assert key not in self.writers, key
+        self.writers[key] = row
 
-    def lose(self, extents: set[Extent]) -> None:
-        """Forget the extents of a lost node; their writers find out when they commit."""
-        for put_id in [p for p, put in self._quarantined.items() if put.extent in extents]:
-            del self._quarantined[put_id]
-        for put in [put for put in self._open.values() if put.extent in extents]:
-            self._forget(put)
+    def take(self, batch: PutBatch, place: int) -> int | None:
+        """Remove a copy that its writer ended, from quarantine too; None if it is unknown."""
+        row = batch.rows.pop(place, None)
+        if row is None:
+            return None
+        if self._table.state[row] == OPEN:
+            self._let_go(batch, place, row)
+        if not batch.rows:
+            self._forget(batch)
+        return row
 
-    def of_client(self, client: str) -> list[PutId]:
-        """Puts of one client, open or in quarantine."""
-        return [put_id for put_id in self._all_ids() if put_id.client == client]
+    def close(self, batch: PutBatch, place: int) -> int | None:
+        """Take the key from an open copy, which goes to quarantine now; return its row."""
+        row = batch.rows.get(place)
+        if row is None or self._table.state[row] != OPEN:
+            return None
+        self._let_go(batch, place, row)
+        return row
 
-    def of_batch(self, client: str, batch: int) -> list[PutId]:
-        """Puts of one batch, open or in quarantine."""
-        return [put_id for put_id in self.of_client(client) if put_id.batch == batch]
+    def of_client(self, client: str) -> list[PutBatch]:
+        """Batches of one client."""
+        return list(self._clients.get(client, {}).values())
 
-    def opened_before(self, deadline_s: float) -> list[PutId]:
-        """Open puts older than this."""
+    def opened_before(self, deadline_s: float) -> list[PutBatch]:
+        """Batches older than this, taken out of the order of opening: close all of them."""
         late = []
-        for put in self._open.values():
-            if put.opened_s >= deadline_s:
+        while self._open:
+            number, oldest = next(iter(self._open.items()))
+            if oldest.opened_s >= deadline_s:
                 break
-            late.append(put.put_id)
+            late.append(oldest)
+            del self._open[number]
         return late
 
+    def lose(self, segments: set[int]) -> list[PutBatch]:
+        """Forget the copies in lost segments; their writers find out when they commit.
+
+        Returns:
+            The batches that ended with it.
+        """
+        where = self._table.segment
+        ended = []
+        for batch in list(self):
+            for place in [p for p, row in batch.rows.items() if where[row] in segments]:
+                self.take(batch, place)
+            if not batch.rows:
+                ended.append(batch)
+        return ended
+
     def check_invariants(self) -> None:
-        """Raise InvariantViolated unless keys, puts and extents agree."""
-        held = {put.extent.key: put_id for put_id, put in self._open.items()}
-        if held != self._holders or len(held) != len(self._open):
-            self._fail("the keys held are not those of the open puts")
-        for puts, state in (
-            (self._open, ExtentState.OPEN),
-            (self._quarantined, ExtentState.QUARANTINED),
+        """Raise InvariantViolated unless keys, puts and copies agree."""
+        state, open_rows = self._table.state, set()
+        for batch in self:
+            for row in batch.rows.values():
+                if state[row] not in (OPEN, QUARANTINED):
+                    self._fail(f"{batch} has a copy in state {state[row]}")
+                if state[row] == OPEN:
+                    open_rows.add(row)
+            if not batch.rows:
+                self._fail(f"{batch} is kept without copies")
+        for key, row in self.writers.items():
+            if row not in open_rows or self._table.keys[row] != key:
+                self._fail(f"{key.hex()} is held by row {row}")
+        if not {self._table.keys[row] for row in open_rows if self._is_put(row)} <= set(
+            self.writers
         ):
-            for put in puts.values():
-                if put.extent.state is not state:
-                    self._fail(f"{put.put_id} should be {state}, is {put.extent.state}")
+            self._fail("an open put does not hold its key")
 
-    def extents(self) -> set[Extent]:
-        """All extents that a writer may still write into."""
-        return {put.extent for puts in (self._open, self._quarantined) for put in puts.values()}
+    def rows(self) -> set[int]:
+        """All copies that a writer may still write."""
+        return {row for batch in self for row in batch.rows.values()}
 
-    def _all_ids(self) -> Iterator[PutId]:
-        yield from self._open
-        yield from self._quarantined
+    def _is_put(self, row: int) -> bool:
+        return any(row in b.rows.values() for b in self if b.source == NO_SOURCE)
 
-    def _forget(self, put: OpenPut) -> None:
-        del self._open[put.put_id]
-        del self._holders[put.extent.key]
+    def _let_go(self, batch: PutBatch, place: int, row: int) -> None:
+        key = self._table.keys[row]
+        if self.writers.get(key) != row:
+            return
+        del self.writers[key]
+        if batch.replicas > 1:  # another copy of the same put may hold the key on
+            first = place - place % batch.replicas
+            for other in range(first, first + batch.replicas):
+                sibling = batch.rows.get(other)
+                if sibling is not None and sibling != row and self._table.state[sibling] == OPEN:
+                    self.writers[key] = sibling
+                    return
+
+    def _forget(self, batch: PutBatch) -> None:
+        self._open.pop(id(batch), None)
+        batches = self._clients[batch.client]
+        del batches[batch.batch]
+        if not batches:
+            del self._clients[batch.client]
 
     @staticmethod
     def _fail(problem: str) -> None:

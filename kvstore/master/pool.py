@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from kvstore.master.block import Extent
-from kvstore.master.segment import Segment
+from kvstore.master.copy_table import CopyTable
+from kvstore.master.segment import Node, Segment
+from kvstore.wire.messages import Medium, NodeAddress, PutOutcome
+
+MEDIA: Final = tuple(Medium)  # fastest first
+EVICTED_MAX: Final = 16  # times a block's own size may go for it: then its segment is in pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Where blocks of one batch may go: anywhere but the writer's own node first.
+    """Where blocks of one request may go: sets of segments, the better sets first.
 
     A block exists to outlive its writer, so evicting an old block elsewhere comes before using
-    free space at home.
+    free space at home. Within a set: preferred nodes, then faster media, then more free space, so
+    that a batch stays on few nodes.
     """
 
-    others: tuple[Segment, ...]  # most free space first, so that a batch stays on few nodes
-    own: tuple[Segment, ...]
+    sets: tuple[tuple[Segment, ...], ...]
 
 
 class SegmentPool:
-    """All segments. Not thread-safe.
+    """All nodes and their segments. Not thread-safe.
 
     Args:
-        evict: Called with an extent that has to go; it must be free or retired afterwards.
+        table: The columns of their copies.
+        evict: Called with a row that has to go; its bytes must be free afterwards.
     """
 
-    def __init__(self, *, evict: Callable[[Extent], None]) -> None:
+    def __init__(self, table: CopyTable, *, evict: Callable[[int], None]) -> None:
+        self._table = table
         self._evict = evict
-        self._segments: dict[str, Segment] = {}
+        self._nodes: dict[str, Node] = {}
+        self._segments: dict[int, Segment] = {}  # by `Segment.index`
+        self._last_index = -1
+        self._all_heard_s = -math.inf  # nobody's silence began before this
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments.values())
@@ -39,63 +49,167 @@ class SegmentPool:
     def __len__(self) -> int:
         return len(self._segments)
 
-    def get(self, node: str) -> Segment | None:
-        """Return a node's segment."""
-        return self._segments.get(node)
+    @property
+    def segments(self) -> dict[int, Segment]:
+        """By index; read it, change it here only."""
+        return self._segments
 
-    def of(self, extent: Extent) -> Segment:
-        """Return the segment in which a living extent lies."""
-        return self._segments[extent.node]
+    @property
+    def nodes(self) -> Collection[Node]:
+        """All nodes that lend something."""
+        return self._nodes.values()
+
+    def node(self, name: str) -> Node | None:
+        """Return a node."""
+        return self._nodes.get(name)
+
+    def find(self, node: str, number: int) -> Segment | None:
+        """Return a node's segment of this number."""
+        known = self._nodes.get(node)
+        return None if known is None else known.segments.get(number)
+
+    def of(self, row: int) -> Segment:
+        """Return the segment in which a living copy lies."""
+        return self._segments[self._table.segment[row]]
+
+    def name(self, rows: Sequence[int]) -> tuple[list[NodeAddress], list[int]]:
+        """Return the segments of these copies, each once, and every copy's position in that list.
+
+        Row -1 is no copy and has position -1.
+        """
+        where = self._table.segment
+        indices = [where[row] if row >= 0 else -1 for row in rows]
+        distinct = [index for index in dict.fromkeys(indices) if index >= 0]
+        position = {index: i for i, index in enumerate(distinct)}
+        position[-1] = -1
+        nodes = [self._segments[index].where for index in distinct]
+        return nodes, [position[index] for index in indices]
+
+    def next_index(self) -> int:
+        """Return an index that no segment ever had."""
+        self._last_index += 1
+        return self._last_index
 
     def add(self, segment: Segment) -> None:
-        """Take a new node's segment into the pool."""
-        assert segment.node not in self._segments, segment.node
-        self._segments[segment.node] = segment
+        """Take a segment into the pool, and its node with the first."""
+        node = self._nodes.setdefault(segment.node.name, segment.node)
+        assert node is segment.node, node
+        assert segment.where.segment not in node.segments, segment.where
+        node.segments[segment.where.segment] = segment
+        self._segments[segment.index] = segment
+        self._all_heard_s = min(self._all_heard_s, node.heard_s)
 
-    def remove(self, node: str) -> Segment | None:
-        """Take a node's segment out, if it is in."""
-        return self._segments.pop(node, None)
+    def remove(self, name: str) -> list[Segment]:
+        """Take a node out, if it is in; return what were its segments."""
+        node = self._nodes.pop(name, None)
+        if node is None:
+            return []
+        for segment in node.segments.values():
+            del self._segments[segment.index]
+        return list(node.segments.values())
 
     def silent_since(self, deadline_s: float) -> list[str]:
-        """Nodes not heard of after this time."""
-        return [s.node for s in self if s.heard_s <= deadline_s]
+        """Nodes not heard of after this time. Looks at all only when one may be among them."""
+        if self._all_heard_s > deadline_s:
+            return []
+        silent = [node.name for node in self.nodes if node.heard_s <= deadline_s]
+        spoken = [node.heard_s for node in self.nodes if node.heard_s > deadline_s]
+        self._all_heard_s = min(spoken, default=math.inf)
+        return silent
 
     def pardon(self, now: float) -> None:
         """Count every node as heard of now: it was us who did not listen."""
-        for segment in self:
-            segment.heard_s = now
+        for node in self.nodes:
+            node.heard_s = now
 
-    def candidates(self, writer: str, avoid: Collection[str], now: float) -> Candidates:
+    def candidates(
+        self,
+        writer: str,
+        now: float,
+        *,
+        avoid: Collection[str] = (),
+        prefer: Collection[str] = (),
+        media: Sequence[Medium] = (),
+    ) -> Candidates:
         """Return the segments in which a writer may place blocks now."""
-        usable = [s for s in self if s.placeable_s <= now and s.node not in avoid]
-        others = sorted((s for s in usable if s.node != writer), key=lambda s: (-s.free, s.node))
-        own = tuple(s for s in usable if s.node == writer)
-        return Candidates(others=tuple(others), own=own)
+        usable = [
+            segment
+            for segment in self
+            if segment.placeable_s <= now
+            and segment.is_told
+            and not segment.node.draining
+            and segment.node.name not in avoid
+        ]
+        if not media:  # the slow ones are filled by copies, unless there are no others
+            fast = [segment for segment in usable if segment.medium is not Medium.SSD]
+            usable, media = fast or usable, MEDIA
+        rank = {medium: position for position, medium in enumerate(media)}
+        usable = [segment for segment in usable if segment.medium in rank]
 
-    def place(self, key: bytes, nbytes: int, candidates: Candidates) -> Extent | None:
-        """Open an extent for a block, evicting older blocks where that is what it takes."""
-        for group in (candidates.others, candidates.own):
-            for segment in group:
-                extent = segment.place(key, nbytes)
-                if extent is not None:
-                    return extent
-            for segment in sorted(group, key=_age):
-                extent = self._make_room(segment, key, nbytes)
-                if extent is not None:
-                    return extent
+        def order(segment: Segment) -> tuple[bool, int, int, str, int]:
+            preferred = segment.node.name in prefer
+            where = segment.where
+            return (not preferred, rank[where.medium], -segment.free, where.node, where.segment)
+
+        home = self._nodes.get(writer)
+        sets: tuple[list[Segment], list[Segment], list[Segment]] = ([], [], [])
+        for segment in sorted(usable, key=order):
+            node = segment.node
+            if home is None or node.domain != home.domain or node.name in prefer:
+                sets[0].append(segment)
+            else:
+                sets[1 if node is not home else 2].append(segment)
+        return Candidates(sets=tuple(tuple(group) for group in sets if group))
+
+    def place(
+        self,
+        key: bytes,
+        length: int,
+        space: int,
+        candidates: Candidates,
+        *,
+        without: Collection[str] = (),
+    ) -> int | None:
+        """Return the row of an open copy, evicting older blocks where that is what it takes.
+
+        Args:
+            key: The block.
+            length: Bytes of payload.
+            space: Bytes to take.
+            candidates: Where.
+            without: Failure domains in which a copy is already.
+        """
+        for group in candidates.sets:
+            allowed = group
+            if without:
+                allowed = tuple(s for s in group if s.node.domain not in without)
+            for segment in allowed:
+                row = segment.place(key, length, space)
+                if row is not None:
+                    return row
+            for segment in sorted(allowed, key=self._age) if len(allowed) > 1 else allowed:
+                row = self._make_room(segment, key, length, space)
+                if row is not None:
+                    return row
         return None
 
-    def _make_room(self, segment: Segment, key: bytes, nbytes: int) -> Extent | None:
-        if not segment.can_make_room(nbytes):
+    def why_not(self, space: int) -> PutOutcome:
+        """Return what to tell the writer of a block for which there is no place now."""
+        largest = max((segment.capacity for segment in self), default=space)
+        return PutOutcome.NO_SPACE if space <= largest else PutOutcome.TOO_LARGE
+
+    def _make_room(self, segment: Segment, key: bytes, length: int, space: int) -> int | None:
+        if not segment.can_make_room(space):
             return None
-        while (victim := segment.oldest_victim()) is not None:
+        allowance = EVICTED_MAX * space
+        while allowance > 0 and (victim := segment.victim()) is not None:
+            allowance -= self._table.space[victim]
             self._evict(victim)
-            extent = segment.place(key, nbytes)
-            if extent is not None:
-                return extent
+            row = segment.place(key, length, space)
+            if row is not None:
+                return row
         return None
 
-
-def _age(segment: Segment) -> float:
-    victim = segment.oldest_victim()
-    return math.inf if victim is None else victim.used_at
+    def _age(self, segment: Segment) -> float:
+        victim = segment.victim()
+        return math.inf if victim is None else self._table.used_at[victim]

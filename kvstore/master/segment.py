@@ -1,162 +1,266 @@
-"""What the master knows of the memory that one node lends."""
+"""What the master knows of one segment of the memory that a node lends."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 from kvstore.errors import InvariantViolated
-from kvstore.eviction import EvictionPolicy
-from kvstore.master.allocator import SegmentAllocator, padded
-from kvstore.master.block import Extent, ExtentState
+from kvstore.eviction import EvictionPolicy, RowQueue
+from kvstore.eviction.rows import HELD
+from kvstore.master.allocator import ReservedRanges, SegmentAllocator
+from kvstore.master.copy_state import (
+    COMMITTED,
+    FREE,
+    LOST,
+    OPEN,
+    CopyState,
+    check_arrow,
+)
+from kvstore.master.copy_table import CopyTable
+from kvstore.wire.messages import Medium, NodeAddress, Pin
+
+NONE, SOFT, HARD = (int(pin) for pin in Pin)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Node:
+    """One store node.
+
+    Attributes:
+        name: Its incarnation.
+        address: Where its transfer engine listens.
+        domain: What fails together with it; its name if nothing else is known to.
+        heard_s: When it was heard of last.
+        draining: Nothing new is placed in its segments.
+        segments: By number.
+    """
+
+    name: str
+    address: str
+    domain: str
+    heard_s: float
+    draining: bool = False
+    segments: dict[int, Segment] = field(default_factory=dict)
 
 
 class Segment:
-    """One node's segment: its extents, its free space and the order of use. Not thread-safe.
+    """One segment, or this master's share of it: its copies, free space, order of eviction.
+
+    Keeps `bytes_in[state]` the space of its copies in each state, and `evictable_bytes` that of
+    those committed, not pinned hard and not leased. Not thread-safe.
 
     Args:
-        node: The node's incarnation.
-        address: Where its transfer engine listens.
+        index: The pool's number for it, in `CopyTable.segment`.
+        node: Who lends it.
+        where: Its name on the wire.
+        base: Where the share begins, in bytes; all offsets count from the segment's start.
         capacity: Bytes lent.
-        now: Time of registration.
         placeable_s: Nothing new is placed here before this time.
+        table: The columns of its copies.
         policy: Decides which block goes next; the segment's own from here on.
     """
 
     def __init__(
         self,
-        node: str,
+        index: int,
+        node: Node,
+        where: NodeAddress,
         *,
-        address: str,
+        base: int,
         capacity: int,
-        now: float,
         placeable_s: float,
+        table: CopyTable,
         policy: EvictionPolicy,
     ) -> None:
+        self.index = index
         self.node = node
-        self.address = address
-        self._policy = policy
-        self._unpinned: dict[Hashable, Extent] = {}  # what the policy knows
-        self.heard_s = now
+        self.where = where
+        self.base = base
         self.placeable_s = placeable_s
-        self._allocator = SegmentAllocator(capacity)
-        self._extents: dict[int, Extent] = {}
+        self.bytes_in = [0] * len(CopyState)
+        self.evictable_bytes = 0
+        self.blocks = 0  # committed copies
+        self._table = table
+        self._policy = policy
+        self._softly = RowQueue(table.eviction.older, table.eviction.newer)
+        self._space: SegmentAllocator | ReservedRanges = ReservedRanges(capacity)
+
+    @property
+    def medium(self) -> Medium:
+        """What it lies in."""
+        return self.where.medium
 
     @property
     def capacity(self) -> int:
         """Usable bytes."""
-        return self._allocator.capacity
+        return self._space.capacity
 
     @property
     def free(self) -> int:
-        """Bytes in no extent."""
-        return self._allocator.free
+        """Bytes in no copy."""
+        return self._space.capacity - self._space.used
 
-    def place(self, key: bytes, nbytes: int) -> Extent | None:
-        """Open an extent for a block to be written; None if no free range is large enough."""
-        offset = self._allocator.allocate(nbytes)
+    @property
+    def largest_free(self) -> int:
+        """Size of the largest block that fits now; 0 while its blocks are being told."""
+        return self._space.largest_free if isinstance(self._space, SegmentAllocator) else 0
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the node has told all that it holds; before, nothing is placed or evicted."""
+        return isinstance(self._space, SegmentAllocator)
+
+    def finish_telling(self) -> None:
+        """Give out the space in which nothing was told to be."""
+        if isinstance(self._space, ReservedRanges):
+            self._space = self._space.allocator()
+
+    def adopt(self, key: bytes, offset: int, length: int, space: int) -> int | None:
+        """Return a row for a committed copy that the node holds; None if its range is not free."""
+        assert isinstance(self._space, ReservedRanges), self.where
+        if not self._space.reserve(offset - self.base, space):
+            return None
+        row = self._table.take(key, self.index, offset, length, space)
+        self._table.state[row] = COMMITTED
+        self.bytes_in[COMMITTED] += space
+        return row
+
+    def place(self, key: bytes, length: int, space: int) -> int | None:
+        """Return a row for an open copy; None if no free range is large enough."""
+        if not isinstance(self._space, SegmentAllocator):
+            return None
+        offset = self._space.allocate(space)
         if offset is None:
             return None
-        return self._enter(key, offset, nbytes, ExtentState.OPEN)
+        row = self._table.take(key, self.index, self.base + offset, length, space)
+        self._table.state[row] = OPEN
+        self.bytes_in[OPEN] += space
+        return row
 
-    def adopt(self, key: bytes, offset: int, nbytes: int) -> Extent | None:
-        """Enter an extent that the node says it holds; None if its range is not free."""
-        if not self._allocator.reserve(offset, nbytes):
-            return None
-        return self._enter(key, offset, nbytes, ExtentState.COMMITTED)
-
-    def release(self, extent: Extent) -> None:
-        """Free an extent's bytes for the next block. Nobody may hold a lease on it."""
-        assert extent.leases == 0, extent
-        self._leave(extent)
-        extent.become(ExtentState.FREE)
-        self._allocator.release(extent.offset)
-
-    def lose(self) -> list[Extent]:
-        """Return all extents, lost with the node. The segment is not used after this."""
-        lost = list(self._extents.values())
-        for extent in lost:
-            self._leave(extent)
-            extent.become(ExtentState.LOST)
-        return lost
+    def become(self, row: int, state: int) -> None:
+        """Change the state of a copy here; FREE and LOST give its bytes, but not its row, back."""
+        table, before = self._table, self._table.state[row]
+        check_arrow(before, state, f"row {row} in segment {self.where}")
+        space = table.space[row]
+        table.state[row] = state
+        self.bytes_in[before] -= space
+        if state == FREE:
+            self._space.release(table.offset[row] - self.base, space)
+        elif state != LOST:
+            self.bytes_in[state] += space
 
     # -- what may be evicted ------------------------------------------------------------------
 
-    def use(self, extent: Extent, *, parent: bytes | None = None) -> None:
-        """Count a use of a block that is not pinned, or let it be evicted from now on."""
-        if self.may_evict(extent):
-            self._policy.touch(extent.key)
-        else:
-            self._policy.admit(extent.key, parent)
-            self._unpinned[extent.key] = extent
+    def enter(self, row: int, parent: bytes | None) -> None:
+        """Take a committed copy, leased by nobody, into the order of eviction by its pin."""
+        self.blocks += 1
+        self._order(row, parent)
 
-    def keep(self, extent: Extent, *, evicted: bool = False) -> None:
-        """Let a block be evicted no more: it is pinned, or on its way out."""
-        if self.may_evict(extent):
-            self._policy.remove(extent.key, evicted=evicted)
-            del self._unpinned[extent.key]
+    def leave(self, row: int, *, evicted: bool = False) -> None:
+        """Take a committed copy, on its way out, from the order of eviction."""
+        self.blocks -= 1
+        self._disorder(row, evicted=evicted)
 
-    def hold(self, extent: Extent) -> None:
-        """Keep a block while it is leased."""
-        if self.may_evict(extent):
-            self._policy.hold(extent.key)
+    def set_pin(self, row: int, pin: int) -> None:
+        """Pin a committed copy differently."""
+        self._disorder(row)
+        self._table.pin[row] = pin
+        self._order(row, None)
 
-    def unhold(self, extent: Extent) -> None:
-        """Let a block be evicted again after its last lease."""
-        if self.may_evict(extent):
-            self._policy.unhold(extent.key)
+    def touch(self, row: int) -> None:
+        """Count a use of a committed copy."""
+        pin = self._table.pin[row]
+        if pin == NONE:
+            self._policy.touch(row)
+        elif pin == SOFT:
+            self._softly.renew(row)
 
-    def may_evict(self, extent: Extent) -> bool:
-        """Tell whether a block is neither pinned nor gone; it may be leased."""
-        return self._unpinned.get(extent.key) is extent
+    def lease(self, row: int) -> None:
+        """Keep a committed copy's bytes in place for one more reader."""
+        table = self._table
+        leases = table.leases[row]
+        table.leases[row] = leases + 1
+        if leases == 0 and table.pin[row] != HARD:
+            self.evictable_bytes -= table.space[row]
 
-    def oldest_victim(self) -> Extent | None:
-        """Return what would be evicted next."""
-        name = self._policy.victim()
-        return None if name is None else self._unpinned[name]
+    def settle(self, row: int) -> None:
+        """Let a committed copy be evicted again, after its last reader."""
+        table = self._table
+        pin = table.pin[row]
+        if pin == HARD:
+            return
+        self.evictable_bytes += table.space[row]
+        if pin == NONE and table.eviction.place[row] == HELD:
+            self._policy.unhold(row)
 
-    def can_make_room(self, nbytes: int) -> bool:
+    def victim(self) -> int | None:
+        """Return what would be evicted next; soft pins last, leased blocks and hard pins never.
+
+        Leased ones step out of the way only when a search meets them: each once per lease.
+        """
+        leases = self._table.leases
+        while (row := self._policy.victim()) is not None:
+            if not leases[row]:
+                return row
+            self._policy.hold(row)
+        return self._softly.oldest_where(lambda row: not leases[row])
+
+    def can_make_room(self, space: int) -> bool:
         """Tell whether evicting could free enough bytes at all, before anything is evicted for it.
 
         Holes between blocks that stay may still prevent it.
         """
-        missing = padded(nbytes) - self.free
-        for extent in self._evictable():
-            if missing <= 0:
-                break
-            missing -= padded(extent.nbytes)
-        return missing <= 0
-
-    def bytes_in(self, state: ExtentState) -> int:
-        """Sum up the space of the extents in one state."""
-        return sum(padded(e.nbytes) for e in self._extents.values() if e.state is state)
-
-    def extents(self) -> tuple[Extent, ...]:
-        """All extents, in no order."""
-        return tuple(self._extents.values())
+        return self.is_told and self.free + self.evictable_bytes >= space
 
     def check_invariants(self) -> None:
-        """Raise InvariantViolated unless every byte is free or in exactly one extent."""
-        self._allocator.check_invariants()
-        used = sum(padded(extent.nbytes) for extent in self._extents.values())
-        if used != self._allocator.used:
-            raise InvariantViolated(
-                where=f"segment {self.node}",
-                problem=f"extents take {used} bytes, the allocator says {self._allocator.used}",
+        """Raise InvariantViolated unless every byte is free or in exactly one copy."""
+        table = self._table
+        rows = table.rows_in(self.index, *range(OPEN, LOST))
+        if isinstance(self._space, SegmentAllocator):
+            self._space.check_invariants(
+                (table.offset[row] - self.base, table.space[row]) for row in rows
             )
-        for extent in self._evictable():
-            if extent.state is not ExtentState.COMMITTED or extent.leases:
-                raise InvariantViolated(
-                    where=f"segment {self.node}", problem=f"evictable: {extent}"
-                )
+        for state in CopyState:
+            counted = sum(table.space[row] for row in rows if table.state[row] == state)
+            self._check(counted == self.bytes_in[state], f"bytes {state.name} miscounted")
+        self._check(self.free == self.capacity - sum(self.bytes_in), "used bytes miscounted")
+        committed = [row for row in rows if table.state[row] == COMMITTED]
+        self._check(self.blocks == len(committed), "blocks miscounted")
+        idle = [row for row in committed if table.pin[row] != HARD and not table.leases[row]]
+        evictable = sum(table.space[row] for row in idle)
+        self._check(evictable == self.evictable_bytes, "evictable bytes miscounted")
+        by_pin: dict[int, set[int]] = {NONE: set(), SOFT: set(), HARD: set()}
+        for row in committed:
+            by_pin[table.pin[row]].add(row)
+        self._check(set(self._softly) == by_pin[SOFT], "soft pins are not those in order")
+        self._check(len(self._policy) == len(by_pin[NONE]), "the policy knows others")
+        queued = set(self._policy.evictable())
+        self._check(queued <= by_pin[NONE], "the policy would evict a pinned block")
+        aside = by_pin[NONE] - queued
+        self._check(all(table.leases[row] for row in aside), "held without a lease")
 
-    def _enter(self, key: bytes, offset: int, nbytes: int, state: ExtentState) -> Extent:
-        extent = Extent(node=self.node, offset=offset, nbytes=nbytes, key=key, state=state)
-        self._extents[offset] = extent
-        return extent
+    def _order(self, row: int, parent: bytes | None) -> None:
+        pin = self._table.pin[row]
+        if pin == HARD:
+            return
+        if pin == NONE:
+            self._policy.admit(row, parent)
+        else:
+            self._softly.push(row)
+        if not self._table.leases[row]:
+            self.evictable_bytes += self._table.space[row]
 
-    def _leave(self, extent: Extent) -> None:
-        self.keep(extent)
-        del self._extents[extent.offset]
+    def _disorder(self, row: int, *, evicted: bool = False) -> None:
+        pin = self._table.pin[row]
+        if pin == HARD:
+            return
+        if pin == NONE:
+            self._policy.remove(row, evicted=evicted)
+        else:
+            self._softly.remove(row)
+        if not self._table.leases[row]:
+            self.evictable_bytes -= self._table.space[row]
 
-    def _evictable(self) -> Iterator[Extent]:
-        return (self._unpinned[name] for name in self._policy.evictable())
+    def _check(self, holds: bool, problem: str) -> None:
+        if not holds:
+            raise InvariantViolated(where=f"segment {self.where}", problem=problem)

@@ -126,6 +126,16 @@ class MasterStatistics(msgspec.Struct, frozen=True, tag="statistics", kw_only=Tr
     corrupt_blocks: int
     unreachable_blocks: int
     lost_blocks: int
+    segments: int = 0
+    copies: int = 0
+    soft_pinned_blocks: int = 0
+    hard_pinned_blocks: int = 0
+    dram_capacity_bytes: int = 0
+    dram_free_bytes: int = 0
+    cxl_capacity_bytes: int = 0
+    cxl_free_bytes: int = 0
+    ssd_capacity_bytes: int = 0
+    ssd_free_bytes: int = 0
 
 
 class BlockList(msgspec.Struct, frozen=True, tag="block_list"):

@@ -47,7 +47,7 @@ class EventMachine(MasterMachine):
                 else:
                     assert self.told >= set(change.keys), "removed what was not there"
                     self.told -= set(change.keys)
-        index = {block.key for block in self.master._catalog._index}
+        index = set(self.master._catalog.index.rows)
         assert self.told == index
 
 

@@ -8,7 +8,7 @@ import secrets
 import pytest
 
 from configs.schema import Eviction
-from kvstore.eviction import new_policy
+from kvstore.eviction import named_policy
 from kvstore.eviction.hit_rate import AGE_CLASSES, KEPT_SHARE, REFIT_EVENTS, USE_CLASSES, HitRates
 from tests.support.eviction_models import MODELS
 
@@ -32,7 +32,7 @@ def parent_of(name):
 @pytest.mark.parametrize("kind", Eviction)
 def test_a_policy_does_what_its_model_does(kind, rng):
     for _ in range(4):
-        policy, model, held = new_policy(kind), MODELS[kind](), set()
+        policy, model, held = named_policy(kind), MODELS[kind](), set()
         names = rng.choice([12, 40, 200])
         for _ in range(STEPS):
             name = rng.randrange(names)
@@ -76,7 +76,7 @@ def test_a_policy_does_what_its_model_does(kind, rng):
 
 @pytest.mark.parametrize("kind", Eviction)
 def test_everything_not_held_can_be_evicted_and_nothing_else(kind, rng):
-    policy = new_policy(kind)
+    policy = named_policy(kind)
     names = [name for name in range(200) if name % 10 < 7]
     rng.shuffle(names)
     for name in names:
@@ -93,7 +93,7 @@ def test_everything_not_held_can_be_evicted_and_nothing_else(kind, rng):
 
 
 def test_leaves_go_before_roots_whatever_was_used(rng):
-    policy = new_policy(Eviction.PREFIX_AWARE)
+    policy = named_policy(Eviction.PREFIX_AWARE)
     known = set()
     for _ in range(5000):
         name = rng.randrange(300)

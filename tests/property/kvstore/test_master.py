@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from configs.schema import Eviction
 from kvstore.master.allocator import padded
+from kvstore.master.copy_state import OPEN, QUARANTINED
 from kvstore.master.store_master import MasterTiming, StoreMaster
 from kvstore.wire import messages as m
 
@@ -87,7 +88,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     def living(self, node):
         """Ask the master without changing anything that the model follows."""
-        return self.master._catalog.pool.get(node) is not None
+        return self.master._catalog.pool.node(node) is not None
 
     @initialize()
     def first_node(self):
@@ -122,7 +123,7 @@ class MasterMachine(RuleBasedStateMachine):
             if outcome is m.PutOutcome.GRANTED:
                 assert reply.outcomes[position] is outcome
                 assert reply.offsets[position] == first.offsets[position]
-        others = {s.node for s in self.master._catalog.pool} - {client}
+        others = {node.name for node in self.master._catalog.pool.nodes} - {client}
         for position, key in enumerate(wanted):
             outcome = reply.outcomes[position]
             holder = [p for p in self.open_puts() if p.key == key]
@@ -145,17 +146,18 @@ class MasterMachine(RuleBasedStateMachine):
                 self.puts.append(put)
 
     def full(self, node):
-        segment = self.master._catalog.pool.get(node)
-        has_room = segment.free >= 64 or segment.oldest_victim() is not None
+        segment = self.master._catalog.pool.find(node, 0)
+        has_room = segment.free >= 64 or segment.victim() is not None
         return not has_room or segment.placeable_s > self.now
 
     def open_puts(self):
-        held = self.master._catalog.puts
-        return [p for p in self.puts if not p.over and held.holds(p.key) and self.is_open(p)]
+        held = self.master._catalog.puts.writers
+        return [p for p in self.puts if not p.over and p.key in held and self.is_open(p)]
 
     def is_open(self, put):
-        found = self.master._catalog.puts.find((put.client, put.batch, put.position))
-        return found is not None
+        batch = self.master._catalog.puts.find(put.client, put.batch)
+        row = None if batch is None else batch.rows.get(put.position)
+        return row is not None and self.master._catalog.table.state[row] == OPEN
 
     def assert_untouched(self, node, offset, length):
         """Nobody who may still write or read there was overruled."""
@@ -244,15 +246,16 @@ class MasterMachine(RuleBasedStateMachine):
     @rule(client=clients, wanted=keys, corrupt=st.booleans())
     def report(self, client, wanted, corrupt):
         for key in wanted:
-            block = self.master._catalog.find(key)
-            if block is None or client in self.fenced:
+            catalog = self.master._catalog
+            rows = catalog.copies(key)
+            if not rows or client in self.fenced:
                 continue
-            (node, extent), *_ = block.replicas.items()
-            for offset in (extent.offset + 64, extent.offset):
+            node, there = catalog.pool.of(rows[0]).node.name, catalog.table.offset[rows[0]]
+            for offset in (there + 64, there):
                 request = m.ReportBad(client, [key], [node], [offset], [corrupt])
                 dropped = self.tell(client, request).count
-                assert dropped == 0 or offset == extent.offset
-                if corrupt and offset == extent.offset:
+                assert dropped == 0 or offset == there
+                if corrupt and offset == there:
                     assert dropped == 1
 
     @rule(name=clients, dead=st.booleans())
@@ -300,11 +303,11 @@ class MasterMachine(RuleBasedStateMachine):
     def ranges_are_kept(self):
         """Open and quarantined puts and leased extents are still somebody's."""
         for put in self.puts:
-            segment = self.master._catalog.pool.get(put.node)
+            segment = self.master._catalog.pool.find(put.node, 0)
             if segment is not None:
-                extent = {e.offset: e for e in segment.extents()}[put.offset]
-                assert extent.state in ("open", "quarantined")
-                assert extent.key == put.key
+                table = self.master._catalog.table
+                rows = table.rows_in(segment.index, OPEN, QUARANTINED)
+                assert (put.offset, put.key) in {(table.offset[r], table.keys[r]) for r in rows}
 
 
 class FifoMachine(MasterMachine):

@@ -327,7 +327,7 @@ def test_books_that_do_not_balance_are_found():
     scene = Scene("n")
     scene.put("w", 1)
     scene.lookup("r", 1)
-    (segment,) = scene.master._catalog.pool
-    segment.extents()[0].leases = 0
+    table = scene.master._catalog.table
+    table.leases[table.rows()[0]] = 0
     with pytest.raises(InvariantViolated, match="miscounted"):
         scene.master.check_invariants()

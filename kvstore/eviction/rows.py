@@ -1,0 +1,130 @@
+"""What eviction keeps per block: columns over row numbers, and queues linked through them.
+
+Blocks are known by row, a small int that their owner gives out. All queues of all segments share
+the columns, since a row is in one queue at a time:
+
+    oldest ──▶ 7 ──next──▶ 2 ──next──▶ 9 ◀── youngest        -1 ends both ways
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterator
+from typing import Final
+
+NOWHERE: Final = -1
+UNKNOWN: Final = 0  # in `EvictionRows.place`: the row is known to no policy
+HELD: Final = 1  # known, and in no queue
+FIRST_QUEUE: Final = 2  # further values number the queues of a policy
+LOOKED_AT_MAX: Final = 64  # rows that one search may find in use
+
+
+class EvictionRows:
+    """Columns that policies write. Not thread-safe.
+
+    Attributes:
+        names: What each row's block is called; the owner's.
+        older, newer: Neighbours in the queue.
+        place: UNKNOWN, HELD, or the policy's number of the queue that the row is in.
+        uses: How often the block was used, as far as the policy counts.
+    """
+
+    __slots__ = ("names", "newer", "older", "place", "uses")
+
+    def __init__(self) -> None:
+        self.names: list[Hashable] = []
+        self.older = array("i")
+        self.newer = array("i")
+        self.place = array("B")
+        self.uses = array("B")
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def grow(self, count: int) -> None:
+        """Add rows that are unknown."""
+        for column in (self.older, self.newer, self.place, self.uses):
+            column.frombytes(bytes(column.itemsize * count))
+
+
+class RowQueue:
+    """Rows in an order. All operations are O(1). Not thread-safe.
+
+    Args:
+        older: Column of neighbours; belongs to all queues that no row is in two of.
+        newer: Likewise.
+    """
+
+    __slots__ = ("_newer", "_older", "length", "oldest", "youngest")
+
+    def __init__(self, older: array[int], newer: array[int]) -> None:
+        self._older = older
+        self._newer = newer
+        self.oldest = NOWHERE
+        self.youngest = NOWHERE
+        self.length = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        row = self.oldest
+        while row != NOWHERE:
+            following = self._newer[row]
+            yield row
+            row = following
+
+    def push(self, row: int) -> None:
+        """Enter a row as the youngest."""
+        before = self.youngest
+        self._older[row] = before
+        self._newer[row] = NOWHERE
+        if before == NOWHERE:
+            self.oldest = row
+        else:
+            self._newer[before] = row
+        self.youngest = row
+        self.length += 1
+
+    def push_oldest(self, row: int) -> None:
+        """Enter a row as the oldest."""
+        after = self.oldest
+        self._older[row] = NOWHERE
+        self._newer[row] = after
+        if after == NOWHERE:
+            self.youngest = row
+        else:
+            self._older[after] = row
+        self.oldest = row
+        self.length += 1
+
+    def remove(self, row: int) -> None:
+        """Take out a row that is in this queue."""
+        before, after = self._older[row], self._newer[row]
+        if before == NOWHERE:
+            self.oldest = after
+        else:
+            self._newer[before] = after
+        if after == NOWHERE:
+            self.youngest = before
+        else:
+            self._older[after] = before
+        self.length -= 1
+
+    def renew(self, row: int) -> None:
+        """Make a row of this queue the youngest."""
+        if row != self.youngest:
+            self.remove(row)
+            self.push(row)
+
+    def oldest_where(self, may_go: Callable[[int], bool]) -> int | None:
+        """Return the oldest row that may go, or None if none of the oldest `LOOKED_AT_MAX` may.
+
+        Those that may not are in use, and become the youngest: the next search meets others.
+        """
+        for _ in range(min(self.length, LOOKED_AT_MAX)):
+            row = self.oldest
+            if may_go(row):
+                return row
+            self.renew(row)
+        return None

@@ -1,0 +1,138 @@
+"""All copies of all blocks, as columns: a row, a small int, is one copy.
+
+A million keys are a million rows, not a million objects: what a block costs is its key, one entry
+of the index, and about 100 bytes here. Rows are reused; whoever keeps a row number must be told
+when the copy goes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.eviction import EvictionRows
+from kvstore.master.copy_state import FREE
+
+GROWTH_MIN: Final = 1024
+GROWTH_SHARE: Final = 8  # the table grows by an eighth
+
+
+class CopyTable:
+    """The columns. Not thread-safe.
+
+    Attributes:
+        keys: Name of the block; the eviction policies' names too.
+        segment: `Segment.index` of where it lies.
+        offset: From the start of the node's segment, in bytes.
+        length: Bytes of payload.
+        space: Bytes taken in the segment: payload, part table, padding.
+        checksum, chunk_bytes: As in `HeldBlocks`.
+        state: A `CopyState`.
+        leases: How many readers the bytes must stay in place for.
+        pin: A `Pin`.
+        tenant, group: Numbers in the `TenantBook` and the `GroupBook`; 0 is none.
+        sibling: The next copy of the block, in a ring; itself if it is the only one.
+        used_at: Stamp of the last use, counted by the catalog.
+        eviction: What the eviction policies keep.
+        tenant_older, tenant_newer: Neighbours in the tenant's order of use.
+    """
+
+    __slots__ = (
+        "_columns",
+        "_unused",
+        "checksum",
+        "chunk_bytes",
+        "eviction",
+        "group",
+        "keys",
+        "leases",
+        "length",
+        "offset",
+        "pin",
+        "segment",
+        "sibling",
+        "space",
+        "state",
+        "tenant",
+        "tenant_newer",
+        "tenant_older",
+        "used_at",
+    )
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+        self.segment, self.leases, self.sibling = array("i"), array("i"), array("i")
+        self.tenant, self.group = array("i"), array("i")
+        self.tenant_older, self.tenant_newer = array("i"), array("i")
+        self.offset, self.length, self.space = array("q"), array("q"), array("q")
+        self.used_at, self.checksum = array("q"), array("Q")
+        self.chunk_bytes = array("I")
+        self.state, self.pin = array("B"), array("B")
+        self.eviction = EvictionRows()
+        self.eviction.names = self.keys  # type: ignore[assignment]  # read only, there
+        self._columns = (
+            *(self.segment, self.leases, self.sibling, self.tenant, self.group),
+            *(self.tenant_older, self.tenant_newer, self.offset, self.length, self.space),
+            *(self.used_at, self.checksum, self.chunk_bytes, self.state, self.pin),
+        )
+        self._unused: list[int] = []
+
+    def __len__(self) -> int:
+        """Count the rows in use."""
+        return len(self.keys) - len(self._unused)
+
+    def take(self, key: bytes, segment: int, offset: int, length: int, space: int) -> int:
+        """Return a row for a copy that is still FREE; what is not given here is 0 or stale."""
+        if not self._unused:
+            self._grow()
+        row = self._unused.pop()
+        self.keys[row] = key
+        self.segment[row] = segment
+        self.offset[row] = offset
+        self.length[row] = length
+        self.space[row] = space
+        self.leases[row] = 0
+        self.pin[row] = 0
+        self.sibling[row] = row
+        return row
+
+    def give_back(self, row: int) -> None:
+        """Let a row be used for another copy. It must be FREE."""
+        assert self.state[row] == FREE, row
+        assert self.leases[row] == 0, row
+        self.keys[row] = b""
+        self._unused.append(row)
+
+    def rows_in(self, segment: int, *states: int) -> list[int]:
+        """Return the rows of a segment that are in one of these states. O(all rows)."""
+        states_of = np.frombuffer(self.state, np.uint8)
+        found: NDArray[np.bool_] = np.frombuffer(self.segment, np.int32) == segment
+        found &= np.isin(states_of, states)
+        rows: list[int] = np.flatnonzero(found).tolist()
+        return rows
+
+    def rows(self) -> list[int]:
+        """Return all rows in use. O(all rows)."""
+        rows: list[int] = np.flatnonzero(np.frombuffer(self.state, np.uint8)).tolist()
+        return rows
+
+    def copies(self, row: int) -> list[int]:
+        """Return the rows of the ring that this one is in, itself first."""
+        ring = [row]
+        following = self.sibling[row]
+        while following != row:
+            ring.append(following)
+            following = self.sibling[following]
+        return ring
+
+    def _grow(self) -> None:
+        first = len(self.keys)
+        count = max(GROWTH_MIN, first // GROWTH_SHARE)
+        for column in self._columns:
+            column.frombytes(bytes(column.itemsize * count))
+        self.eviction.grow(count)
+        self.keys.extend([b""] * count)
+        self._unused.extend(reversed(range(first, first + count)))

@@ -1,0 +1,41 @@
+"""What the master is made of: parts that each carry out some kinds of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from kvstore.wire import messages as m
+
+Transition = Callable[[Any, float], m.Reply]  # (request, now)
+UNSIGNED_END: Final = 1 << 64
+
+
+class MasterPart(Protocol):
+    """A part of the master: no clock, no I/O; `now` never goes back."""
+
+    def transitions(self) -> Mapping[type, Transition]:
+        """Return what carries out which type of request."""
+
+    def advance(self, now: float) -> None:
+        """Do what is due, before any request is looked at. O(1) amortised."""
+
+
+def malformed(problem: str) -> m.Refused:
+    """Refuse a request that is not legal."""
+    return m.Refused(m.RefusalReason.MALFORMED, problem)
+
+
+def not_entered(client: str) -> m.Refused:
+    """Refuse a client that acts for nobody."""
+    return m.Refused(m.RefusalReason.NOT_ENTERED, f"client {client} has not entered")
+
+
+def equally_long(*columns: Sequence[object]) -> bool:
+    """Tell whether columns have one length."""
+    return len({len(column) for column in columns}) == 1
+
+
+def are_checksums(values: Sequence[int]) -> bool:
+    """Tell whether all are unsigned 64-bit numbers."""
+    return not values or (min(values) >= 0 and max(values) < UNSIGNED_END)

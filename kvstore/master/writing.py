@@ -1,0 +1,227 @@
+"""What writers ask: space for blocks, and then that these be blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Final
+
+from kvstore.checksum import table_bytes
+from kvstore.master.allocator import padded
+from kvstore.master.catalog import Catalog
+from kvstore.master.open_puts import PutBatch
+from kvstore.master.pool import Candidates
+from kvstore.master.tenants import Tenant
+from kvstore.master.timing import MasterTiming
+from kvstore.master.transition import (
+    Transition,
+    are_checksums,
+    equally_long,
+    malformed,
+    not_entered,
+)
+from kvstore.wire import messages as m
+
+REMEMBERED_MAX: Final = 1 << 14  # abandoned batches kept in mind
+RETRY_S_MIN, RETRY_S_MAX = 0.005, 1.0
+CHUNK_END: Final = 1 << 32
+
+
+class Writing:
+    """Puts; see `MasterPart`.
+
+    Args:
+        catalog: The pool's books.
+        timing: The master's durations.
+    """
+
+    def __init__(self, catalog: Catalog, timing: MasterTiming) -> None:
+        self._catalog = catalog
+        self._timing = timing
+        self._abandoned: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def transitions(self) -> Mapping[type, Transition]:
+        """Return what carries out which type of request."""
+        return {m.Allocate: self._allocate, m.Finish: self._finish}
+
+    def advance(self, now: float) -> None:
+        """Quarantine what is written too slowly."""
+        catalog = self._catalog
+        for batch in catalog.puts.opened_before(catalog.leases.awake(now) - self._timing.put_s):
+            catalog.end_batch(batch, at_rest=False)
+
+    # -- space --------------------------------------------------------------------------------
+
+    def _allocate(self, request: m.Allocate, now: float) -> m.Reply:
+        problem = _problem(request)
+        if problem:
+            return malformed(problem)
+        tenant = self._catalog.tenants.acting(request.client)
+        if tenant is None:
+            return not_entered(request.client)
+        for number in request.abandoned:
+            self._abandon(request.client, number)
+        if (request.client, request.batch) in self._abandoned:
+            return malformed(f"batch {request.batch} was abandoned")
+        known = self._catalog.puts.find(request.client, request.batch)
+        batch = known or self._new_batch(request, tenant, now)
+        outcomes = self._grant_all(request, batch, tenant, now)
+        if known is None and batch.rows:
+            self._catalog.puts.add(batch)
+        return self._allocated(request, batch, outcomes, now)
+
+    def _new_batch(self, request: m.Allocate, tenant: Tenant, now: float) -> PutBatch:
+        return PutBatch(
+            client=request.client,
+            batch=request.batch,
+            opened_s=self._catalog.leases.awake(now),
+            replicas=request.replicas,
+            pin=request.pin,
+            pin_s=request.pin_s,
+            tenant=tenant.number,
+            group=request.group,
+        )
+
+    def _grant_all(
+        self, request: m.Allocate, batch: PutBatch, tenant: Tenant, now: float
+    ) -> list[m.PutOutcome]:
+        catalog = self._catalog
+        index, writers = catalog.index.rows, catalog.puts.writers
+        candidates = catalog.pool.candidates(
+            request.client,
+            now,
+            avoid=request.avoid,
+            prefer=request.prefer,
+            media=request.media,
+        )
+        outcomes: list[m.PutOutcome] = []
+        for position, key in enumerate(request.keys):
+            row = index.get(key)
+            if row is not None:
+                outcome = self._existing(request, position, row, tenant, now)
+            elif key in writers or position * batch.replicas in batch.rows:
+                outcome = self._being_written(key, batch, position)
+            else:
+                outcome = self._place(request, position, batch, tenant, candidates)
+            outcomes.append(outcome)
+        return outcomes
+
+    def _existing(
+        self, request: m.Allocate, position: int, row: int, tenant: Tenant, now: float
+    ) -> m.PutOutcome:
+        table = self._catalog.table
+        found = (table.length[row], table.checksum[row], table.chunk_bytes[row], table.tenant[row])
+        wanted = (request.lengths[position], request.checksums[position], request.chunk_bytes)
+        if found != (*wanted, tenant.number):
+            return m.PutOutcome.CONFLICT
+        if request.pin is not m.Pin.NONE:
+            self._catalog.pins.strengthen(row, request.pin, request.pin_s, now)
+        return m.PutOutcome.EXISTS
+
+    def _being_written(self, key: bytes, batch: PutBatch, position: int) -> m.PutOutcome:
+        first = position * batch.replicas
+        holder = self._catalog.puts.writers.get(key)
+        mine = [batch.rows.get(place) for place in range(first, first + batch.replicas)]
+        if holder is not None and holder in mine:
+            return m.PutOutcome.GRANTED  # asked again: the first reply was lost
+        return m.PutOutcome.FAILED if holder is None else m.PutOutcome.IN_PROGRESS
+
+    def _place(
+        self,
+        request: m.Allocate,
+        position: int,
+        batch: PutBatch,
+        tenant: Tenant,
+        candidates: Candidates,
+    ) -> m.PutOutcome:
+        """Open the copies of a block: the first with all means, others on other domains."""
+        catalog = self._catalog
+        key, length = request.keys[position], request.lengths[position]
+        space = padded(length + table_bytes(length, request.chunk_bytes))
+        domains: list[str] = []
+        for copy in range(batch.replicas):
+            if tenant.quota_bytes is not None and not catalog.make_way(tenant, space):
+                return m.PutOutcome.GRANTED if copy else m.PutOutcome.OVER_QUOTA
+            row = catalog.pool.place(key, length, space, candidates, without=domains)
+            if row is None:
+                return m.PutOutcome.GRANTED if copy else catalog.pool.why_not(space)
+            catalog.describe(
+                row,
+                checksum=request.checksums[position],
+                chunk_bytes=request.chunk_bytes,
+                tenant=tenant,
+                charge=space,
+            )
+            if copy == 0:
+                catalog.puts.hold(key, row)
+            batch.rows[position * batch.replicas + copy] = row
+            if batch.replicas > 1:
+                domains.append(catalog.pool.of(row).node.domain)
+        return m.PutOutcome.GRANTED
+
+    def _allocated(
+        self, request: m.Allocate, batch: PutBatch, outcomes: list[m.PutOutcome], now: float
+    ) -> m.Allocated:
+        table, replicas = self._catalog.table, batch.replicas
+        rows = [-1] * (len(outcomes) * replicas)
+        for position, outcome in enumerate(outcomes):
+            if outcome is m.PutOutcome.GRANTED:
+                for place in range(position * replicas, (position + 1) * replicas):
+                    rows[place] = batch.rows.get(place, -1)
+        nodes, node_idx = self._catalog.pool.name(rows)
+        offset = table.offset
+        no_space = m.PutOutcome.NO_SPACE in outcomes
+        return m.Allocated(
+            outcomes=outcomes,
+            nodes=nodes,
+            node_idx=node_idx,
+            offsets=[offset[row] if row >= 0 else -1 for row in rows],
+            put_s=self._timing.put_s,
+            retry_s=self._retry_s(now) if no_space else 0.0,
+        )
+
+    def _retry_s(self, now: float) -> float:
+        """Return when a lease ends or a segment may be used, whatever is first."""
+        ends = [s.placeable_s for s in self._catalog.pool if s.placeable_s > now]
+        lease_end_s = self._catalog.leases.next_end_s()
+        if lease_end_s is not None:
+            ends.append(lease_end_s)
+        return min(max(min(ends, default=now + RETRY_S_MAX) - now, RETRY_S_MIN), RETRY_S_MAX)
+
+    # -- the end of a put ---------------------------------------------------------------------
+
+    def _finish(self, request: m.Finish, now: float) -> m.Reply:
+        batch = self._catalog.puts.find(request.client, request.batch)
+        if batch is None:
+            return m.Finished(stored=[False] * len(request.committed))
+        # From the last to the first, so that the root of a chain is the youngest.
+        stored = [self._catalog.commit(batch, place, now) for place in request.committed[::-1]]
+        for place in request.aborted:
+            self._catalog.settle(batch, place)
+        for place in request.unsettled:
+            self._catalog.quarantine(batch, place)
+        return m.Finished(stored=stored[::-1])
+
+    def _abandon(self, client: str, number: int) -> None:
+        self._abandoned[(client, number)] = None  # its request may still be on the way
+        self._abandoned.move_to_end((client, number))
+        while len(self._abandoned) > REMEMBERED_MAX:
+            self._abandoned.popitem(last=False)
+        batch = self._catalog.puts.find(client, number) if number >= 0 else None
+        if batch is not None:
+            self._catalog.end_batch(batch, at_rest=True)
+
+
+def _problem(request: m.Allocate) -> str:
+    """Say what is illegal about a request, if anything."""
+    if not equally_long(request.keys, request.lengths, request.checksums):
+        return "columns of different lengths"
+    if request.batch < 0:
+        return f"batch {request.batch}"
+    if request.lengths and min(request.lengths) <= 0:
+        return "a block of no bytes"
+    if not are_checksums(request.checksums):
+        return "a checksum that is not an unsigned 64-bit number"
+    if not 0 <= request.chunk_bytes < CHUNK_END:
+        return f"chunks of {request.chunk_bytes} bytes"
+    return ""
