@@ -207,6 +207,13 @@ class DispatchConfig(Frozen):
     microbatches: int = Field(
         1, ge=1, le=4, description="Exchanges that may be in flight at once; each has own windows."
     )
+    microbatch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="A pass in which a rank has more tokens is computed as two microbatches, whose"
+        " messages travel while the other one's experts compute; default: never. Needs microbatches"
+        " >= 2.",
+    )
     combine: CombineMode = Field(
         CombineMode.EXACT, description="Where the results of a token's experts are added up."
     )
@@ -227,6 +234,12 @@ class DispatchConfig(Frozen):
         gt=0,
         description="Receive windows hold this many times a rank's even share of the choices.",
     )
+
+    @model_validator(mode="after")
+    def _has_windows_for_both(self) -> Self:
+        if self.microbatch_tokens is not None and self.microbatches < 2:
+            raise ValueError("microbatch_tokens needs windows for both halves: microbatches >= 2")
+        return self
 
 
 class ElasticConfig(Frozen):

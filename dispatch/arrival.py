@@ -96,7 +96,15 @@ class DispatchMessages:
             end - begin,
             row_end - row_begin,
         )
-        write_header(buffer, outgoing.shared, self._rank, num_experts, num_choices, num_rows)
+        write_header(
+            buffer,
+            outgoing.shared,
+            self._rank,
+            num_experts,
+            num_choices,
+            num_rows,
+            more=outgoing.more,
+        )
         index = np.ndarray((num_experts + num_choices,), np.int32, buffer, HEADER_BYTES)
         index[:num_experts] = routing.counts[slots]
         if num_choices:

@@ -106,11 +106,12 @@ class CollectiveDispatcher(Dispatcher):
         *,
         layer: int,
         microbatch: int = 0,
+        more: bool = False,
     ) -> Outgoing:
         """See `Dispatcher.dispatch_send`. Waits for the other ranks' sizes."""
         check_layer(self._layout, layer)
         stamp = self._sequence.dispatching(layer, microbatch)
-        outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp)
+        outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp, more=more)
         exchange = self._exchange
         sizes = self._sizes_of(lambda w: exchange.dispatch_bytes(outgoing, w))
         incoming = self._sizes(sizes, stamp)

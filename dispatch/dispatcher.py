@@ -27,6 +27,9 @@ class Dispatcher(Protocol):
         A: dispatch_send              dispatch_recv experts combine_send               combine_recv
         B:               dispatch_send                                   dispatch_recv experts ...
 
+    A rank need not know beforehand how many microbatches another one needs: what it sends first
+    says whether more will follow (`more`), so ranks with few tokens pay for one only.
+
     The halves of different microbatches may be called in any order, so long as no rank waits for
     what another sends only after waiting itself: sends before receives, or the same order
     everywhere.
@@ -48,6 +51,7 @@ class Dispatcher(Protocol):
         *,
         layer: int,
         microbatch: int = 0,
+        more: bool = False,
     ) -> Outgoing:
         """Send each token's row to the ranks of its experts.
 
@@ -60,6 +64,8 @@ class Dispatcher(Protocol):
                 masked choice is ignored.
             layer: Counted over the layers with experts.
             microbatch: Below `layout.microbatches`; must not have another exchange in flight.
+            more: Tell all ranks that this one has another microbatch in this layer: the
+                `ExpertRows` of every rank say so, and all can take part in it.
 
         Returns:
             What `dispatch_recv` has to be given.

@@ -25,7 +25,7 @@ from dispatch.errors import ExpertUnowned, InputInvalid, MessageMismatch
 from dispatch.expert_map import ExpertMap
 from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
 from dispatch.layout import HEADER_BYTES, Bytes, DispatchLayout, RowFormat, Rows
-from dispatch.message import Stamp, read_header, write_header
+from dispatch.message import Stamp, more_of, read_header, write_header
 from dispatch.missing import without_missing
 from dispatch.partial_sums import partial_sums, reduction_of, sum_of_parts
 from dispatch.routing import ExpertMajor, Indices, LayerRoute, SlotNumbers
@@ -105,6 +105,8 @@ class Exchange:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         stamp: Stamp,
+        *,
+        more: bool = False,
     ) -> Outgoing:
         """Check the arguments of a dispatch and route its choices.
 
@@ -135,6 +137,7 @@ class Exchange:
             num_tokens=num_tokens,
             weights=weights,
             num_degraded=routing.num_missing,
+            more=more,
         )
 
     def _weights_of_the_rest(
@@ -198,7 +201,10 @@ class Exchange:
         totals = counts.sum(0)
         self._counters.received(layer, totals)
         rows = ExpertRows(
-            rows=self._wire.decode(columns), counts=tuple(totals.tolist()), experts=experts
+            rows=self._wire.decode(columns),
+            counts=tuple(totals.tolist()),
+            experts=experts,
+            more=outgoing.more or any(map(more_of, buffers.values())),
         )
         reduction = reduction_of(arrivals, self._layout.topk) if self._layout.reduced else None
         return rows, DispatchHandle(

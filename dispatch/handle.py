@@ -22,11 +22,14 @@ class ExpertRows:
             caller's own; it does not alias a receive window.
         counts: Rows of each local expert; they add up to R.
         experts: Logical id of each local expert, ascending, as long as `counts`.
+        more: Whether any rank, this one included, has another microbatch in this layer. The same
+            on every rank.
     """
 
     rows: torch.Tensor
     counts: tuple[int, ...]
     experts: tuple[int, ...]
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +44,7 @@ class Outgoing:
         num_tokens: T.
         weights: [T, K] fp32, 0 where a choice is left out. May share the caller's memory.
         num_degraded: Choices left out because nobody holds their expert.
+        more: Whether this rank has another microbatch in this layer.
     """
 
     stamp: Stamp
@@ -50,6 +54,7 @@ class Outgoing:
     num_tokens: int
     weights: torch.Tensor
     num_degraded: int
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -67,11 +67,12 @@ class LocalDispatcher(Dispatcher):
         *,
         layer: int,
         microbatch: int = 0,
+        more: bool = False,
     ) -> Outgoing:
         """See `Dispatcher.dispatch_send`; never raises PassFailed."""
         check_layer(self._layout, layer)
         stamp = self._sequence.dispatching(layer, microbatch)
-        outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp)
+        outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp, more=more)
         self._sequence.expect(Call.DISPATCH_RECV, outgoing, stamp)
         return outgoing
 

@@ -3,10 +3,10 @@
 Layout, little endian, in the first 64 bytes (the rest of a message is drawn in `dispatch.layout`):
 
     magic u32 | phase u16 | dtype u16 | epoch u64 | pass u64 | layer u32 | hidden u32 |
-    source i32 | receiver experts u32 | choices u32 | rows u32 | marks u32 | pad 4 | extra u64
+    source i32 | receiver experts u32 | choices u32 | rows u32 | marks u32 | more u32 | extra u64
 
 `marks` and `extra` are 0 but for a message that has to do with a window's growth: see
-`dispatch.growth`.
+`dispatch.growth`. `more` is 1 in a dispatch whose sender has another microbatch in this layer.
 
 `phase` is the number of the window: microbatch << 1 | parity. The first line is the same in all
 messages of a phase: it is packed once and compared as bytes.
@@ -26,10 +26,12 @@ from dispatch.layout import DTYPES, HEADER_BYTES, Bytes
 MAGIC = 0x3145_4F4D  # "MOE1"
 _SHARED = struct.Struct("<IHHQQII")
 _OWN = struct.Struct("<iIII")
-_MARKS = struct.Struct("<I4xQ")
+_MARKS, _MORE, _EXTRA = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<Q")
 _MARKS_AT = _SHARED.size + _OWN.size
-assert _MARKS_AT + _MARKS.size == HEADER_BYTES
-_UNMARKED = bytes(_MARKS.size)
+_MORE_AT = _MARKS_AT + _MARKS.size
+_EXTRA_AT = _MORE_AT + _MORE.size
+assert _EXTRA_AT + _EXTRA.size == HEADER_BYTES
+_LAST, _NOT_LAST = [struct.pack("<IIQ", 0, more, 0) for more in (0, 1)]
 SPILLED, GRANT = 1, 2  # marks
 _SHARED_FIELDS = ("magic", "phase", "dtype", "epoch", "pass", "layer", "hidden")
 
@@ -79,7 +81,14 @@ class Stamp(NamedTuple):
 
 
 def write_header(
-    buffer: Bytes, shared: bytes, source: int, num_experts: int, num_choices: int, num_rows: int
+    buffer: Bytes,
+    shared: bytes,
+    source: int,
+    num_experts: int,
+    num_choices: int,
+    num_rows: int,
+    *,
+    more: bool = False,
 ) -> None:
     """Write a header to the first bytes of `buffer`.
 
@@ -90,22 +99,30 @@ def write_header(
         num_experts: Experts of the receiver that the counts are for; 0 in a combine.
         num_choices: Choices that the message is about.
         num_rows: Rows in it.
+        more: Whether the sender has another microbatch in this layer.
     """
     view = buffer.data
     view[: _SHARED.size] = shared
     _OWN.pack_into(view, _SHARED.size, source, num_experts, num_choices, num_rows)
-    view[_MARKS_AT:HEADER_BYTES] = _UNMARKED
+    view[_MARKS_AT:HEADER_BYTES] = _NOT_LAST if more else _LAST
 
 
 def mark(buffer: Bytes, marks: int, extra: int) -> None:
     """Set the marks of a header, and the number that belongs to them."""
-    _MARKS.pack_into(buffer.data, _MARKS_AT, marks, extra)
+    view = buffer.data
+    _MARKS.pack_into(view, _MARKS_AT, marks)
+    _EXTRA.pack_into(view, _EXTRA_AT, extra)
 
 
 def marks_of(buffer: Bytes) -> tuple[int, int]:
     """Return what `mark` has set; (0, 0) in an ordinary message."""
-    marks, extra = _MARKS.unpack_from(buffer.data, _MARKS_AT)
-    return marks, extra
+    view = buffer.data
+    return _MARKS.unpack_from(view, _MARKS_AT)[0], _EXTRA.unpack_from(view, _EXTRA_AT)[0]
+
+
+def more_of(buffer: Bytes) -> bool:
+    """Return whether the sender of a dispatch has another microbatch in this layer."""
+    return bool(_MORE.unpack_from(buffer.data, _MORE_AT)[0])
 
 
 def check_shared(buffer: Bytes, shared: bytes, source: int) -> None:

@@ -197,6 +197,7 @@ class TransferDispatcher(Dispatcher):
         *,
         layer: int,
         microbatch: int = 0,
+        more: bool = False,
     ) -> Outgoing:
         """See `Dispatcher.dispatch_send`.
 
@@ -206,7 +207,7 @@ class TransferDispatcher(Dispatcher):
         check_layer(self._layout, layer)
         stamp = self._sequence.dispatching(layer, microbatch)
         exchange, delivery = self._installed()
-        outgoing = exchange.send(x, topk_ids, topk_weights, stamp)
+        outgoing = exchange.send(x, topk_ids, topk_weights, stamp, more=more)
         with self._sequence:
             delivery.send(
                 stamp,

@@ -84,7 +84,14 @@ def load_weights(config: RuntimeConfig, stack: ExitStack) -> Weights:
     dtype = checkpoint.dtype if name == "auto" else getattr(torch, name)
     bank = ExpertBank(spec, dtype, allocate)
     stack.callback(bank.close)
-    model = Qwen3MoeModel(spec, checkpoint, bank, dtype=dtype, exactness=config.model.exactness)
+    model = Qwen3MoeModel(
+        spec,
+        checkpoint,
+        bank,
+        dtype=dtype,
+        exactness=config.model.exactness,
+        microbatch_tokens=config.dispatch.microbatch_tokens,
+    )
     pages, page_tokens = config.scheduler.num_pages, config.scheduler.page_tokens
     kv_memory = allocate(PagedKV.nbytes(pages, spec, page_tokens, dtype))
     stack.callback(kv_memory.close)

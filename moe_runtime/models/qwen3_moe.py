@@ -14,7 +14,6 @@ it in its own sequence and on nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
@@ -24,45 +23,13 @@ from moe_runtime.models.attention_plan import AttentionPlan
 from moe_runtime.models.batch import ForwardBatch
 from moe_runtime.models.checkpoint import Checkpoint
 from moe_runtime.models.elementwise import choose_experts, rms_norm, silu_and_mul
+from moe_runtime.models.expert_exchange import ExpertDispatcher, ExpertRowsLike, through_experts
 from moe_runtime.models.expert_mlp import ExpertMLP
 from moe_runtime.models.experts import ExpertBank
 from moe_runtime.models.linear import Linear
 from moe_runtime.models.paged_kv import PagedKV
 from moe_runtime.models.rotary import Rotary, apply_rotary
 from moe_runtime.models.spec import ModelSpec
-
-
-class ExpertRowsLike(Protocol):
-    """Rows that arrived for this rank's experts (`dispatch.ExpertRows`)."""
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """[R, H], grouped by expert."""
-        ...
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Rows of each expert of this rank."""
-        ...
-
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """Logical ids, as `counts`."""
-        ...
-
-
-class ExpertDispatcher(Protocol):
-    """What a forward step needs of `dispatch`: any of its dispatchers."""
-
-    def dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, layer: int
-    ) -> tuple[Any, Any]:
-        """Send rows to their experts; returns this rank's `ExpertRows` and a handle."""
-        ...
-
-    def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Bring the results back and add them up: [T, H]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +39,7 @@ class _Step:
     batch: ForwardBatch
     kv: PagedKV
     dispatcher: ExpertDispatcher
+    microbatch_tokens: int | None
     rotation: tuple[torch.Tensor, torch.Tensor]
     attention: PagedAttention
     plan: AttentionPlan
@@ -170,10 +138,20 @@ class _SparseMLP:
     def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
         spec, moe_layer = self._spec, self._moe_layer
         ids, weights = choose_experts(self._router(x), spec.topk, renormalise=spec.norm_topk_prob)
-        arrived, handle = step.dispatcher.dispatch(x, ids, weights, layer=moe_layer)
-        rows: ExpertRowsLike = arrived
-        out = self._experts(rows.rows, rows.counts, rows.experts, moe_layer=moe_layer)
-        return step.dispatcher.combine(out, handle)
+        return through_experts(
+            step.dispatcher,
+            x,
+            ids,
+            weights,
+            layer=moe_layer,
+            experts=self._compute,
+            microbatch_tokens=step.microbatch_tokens,
+        )
+
+    def _compute(self, arrived: ExpertRowsLike) -> torch.Tensor:
+        return self._experts(
+            arrived.rows, arrived.counts, arrived.experts, moe_layer=self._moe_layer
+        )
 
 
 class _Layer:
@@ -217,6 +195,7 @@ class Qwen3MoeModel:
         dtype: Compute type.
         exactness: `bitwise`: measures row tiles once for each shape, then keeps to them.
         reorder_experts: Keep reordered copies of used experts (faster, twice their memory).
+        microbatch_tokens: See `expert_exchange`; the same on every rank.
 
     Raises:
         CheckpointError: A tensor is missing or wrong.
@@ -232,11 +211,13 @@ class Qwen3MoeModel:
         dtype: torch.dtype,
         exactness: Exactness,
         reorder_experts: bool = True,
+        microbatch_tokens: int | None = None,
     ) -> None:
         assert bank.dtype == dtype
         self.spec = spec
         self.dtype = dtype
         self._exactness = exactness
+        self._microbatch_tokens = microbatch_tokens
         self._attention: PagedAttention | None = None
         load = _Loader(checkpoint, dtype, exactness)
         self.experts = ExpertMLP(bank, exactness=exactness, reorder=reorder_experts)
@@ -263,7 +244,7 @@ class Qwen3MoeModel:
         Args:
             batch: T tokens, T = 0 included.
             kv: This rank's cache, of the model's dtype.
-            dispatcher: Already in a pass; called twice for each layer with experts.
+            dispatcher: Already in a pass; called for each layer with experts.
 
         Returns:
             [S, vocab] float32.
@@ -278,6 +259,7 @@ class Qwen3MoeModel:
                 batch=batch,
                 kv=kv,
                 dispatcher=dispatcher,
+                microbatch_tokens=self._microbatch_tokens,
                 rotation=self._rotary.at(batch.positions),
                 attention=attention,
                 plan=attention.plan(batch),

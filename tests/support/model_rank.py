@@ -62,7 +62,7 @@ def mixed(
     return schedule
 
 
-def layout_of(spec: ModelSpec, dtype: torch.dtype) -> DispatchLayout:
+def layout_of(spec: ModelSpec, dtype: torch.dtype, microbatches: int = 1) -> DispatchLayout:
     return DispatchLayout(
         hidden=spec.hidden_size,
         topk=spec.topk,
@@ -70,19 +70,32 @@ def layout_of(spec: ModelSpec, dtype: torch.dtype) -> DispatchLayout:
         num_layers=spec.num_moe_layers,
         dtype=dtype,
         max_tokens=TOKEN_BUDGET,
+        microbatches=microbatches,
     )
 
 
 class LoadedModel:
     """Model, bank and cache of one process; experts come from the checkpoint when wanted."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, *, seed: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        *,
+        seed: int,
+        microbatch_tokens: int | None = None,
+    ) -> None:
         self.checkpoint = Checkpoint(directory).open()
         self.spec = self.checkpoint.spec
-        self.layout = layout_of(self.spec, dtype)
+        self.layout = layout_of(self.spec, dtype, 1 if microbatch_tokens is None else 2)
         self.bank = ExpertBank(self.spec, dtype, allocate, slab_bytes=1 << 16)
         self.model = Qwen3MoeModel(
-            self.spec, self.checkpoint, self.bank, dtype=dtype, exactness=Exactness.BITWISE
+            self.spec,
+            self.checkpoint,
+            self.bank,
+            dtype=dtype,
+            exactness=Exactness.BITWISE,
+            microbatch_tokens=microbatch_tokens,
         )
         nbytes = PagedKV.nbytes(NUM_PAGES, self.spec, PAGE_TOKENS, dtype)
         self.generator = torch.Generator().manual_seed(seed)

@@ -194,6 +194,38 @@ def check_tcp(board: Board, directory: Path, reference: Path, dtype: torch.dtype
     return compared
 
 
+def test_two_microbatches(directory: Path, reference: tuple[torch.dtype, Path], seed: int):
+    """Ranks with many tokens make all others take part in their second half."""
+    dtype, path = reference
+    found = run_ranks(3, check_halves, directory, path, dtype, seed, timeout_s=110)
+    assert sum(compared for compared, _, _ in found), f"seed {seed}"
+    assert len({(whole, halves) for _, whole, halves in found}) == 1, "all make the same calls"
+    _, num_whole, num_halves = found[0]
+    assert num_whole > num_halves > 0, "some passes were cut, and some were not"
+
+
+def check_halves(
+    board: Board, directory: Path, reference: Path, dtype: torch.dtype, seed: int
+) -> tuple[int, int, int]:
+    torch.set_num_threads(1)
+    loaded = LoadedModel(directory, dtype, seed=seed + board.rank, microbatch_tokens=5)
+    comparison = Comparison(loaded, reference, board, seed)
+    ranks = list(range(board.world_size))
+    with ModelRank(board, loaded) as rank:
+        rank.enter_epoch(1, draw_map(loaded.layout, ranks, torch.Generator().manual_seed(seed)))
+        send, calls = rank.dispatcher.dispatch_send, [0, 0]
+
+        def counted(*tokens, microbatch: int = 0, **options):
+            calls[microbatch] += 1
+            return send(*tokens, microbatch=microbatch, **options)
+
+        rank.dispatcher.dispatch_send = counted
+        compared = comparison.check(rank.dispatcher, ranks, ways=WAYS)
+        board.exchange("done", None)
+    loaded.close()
+    return compared, calls[0], calls[1]
+
+
 def test_collective_on_gloo(directory: Path, reference: tuple[torch.dtype, Path], seed: int):
     dtype, path = reference
     compared = run_ranks(3, check_collective, directory, path, dtype, seed, timeout_s=110)
