@@ -12,16 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.steps import Steps, reach, settle, work
+from kvstore.copying import STREAM_BYTES_MIN, copy_with_checksums
 from kvstore.errors import NodeUnreachable
 from kvstore.wire.messages import Allocated, HeldBlocks, NodeAddress
 from kvstore.wire.peer_messages import Written, encode_to_node
-from transfer import Priority, TransferError
+from transfer import AccessRefused, Priority, TransferError
 
 if TYPE_CHECKING:
+    from kvstore.client.pieces import Pieces
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.source import Source
     from kvstore.node.store_node import StoreNode
     from transfer import Transfer, TransferEngine
+    from transfer.prepared import InPlace
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ class BlockWriter:
             rows = np.flatnonzero(node_idx == index)
             started: list[Transfer] = []
             try:
-                yield from self._start(
+                changed = yield from self._start(
                     source, where, rows // replicas, offsets[rows], started, deadline_s
                 )
             except (NodeUnreachable, TransferError) as error:
@@ -89,6 +92,10 @@ class BlockWriter:
                 # Raised at once, so nothing is under way, unless others had been started before.
                 (result.unsettled if started else result.aborted).extend(rows.tolist())
                 continue
+            if changed:  # their checksums are those of bytes that are no more
+                logger.warning("%s blocks changed while they were being put", len(changed))
+                result.aborted += rows[changed].tolist()
+                rows = np.delete(rows, changed)
             under_way.append(_UnderWay(where=where, rows=rows, transfers=started))
         for written in under_way:
             yield from self._end(source, written, offsets, replicas, result)
@@ -102,12 +109,19 @@ class BlockWriter:
         offsets: Ints,
         started: list[Transfer],
         deadline_s: float,
-    ) -> Steps[None]:
+    ) -> Steps[list[int]]:
+        """Start the writes of some blocks; return those, by position, that turn out changed."""
         key = self._segments.known(where)
         if key is None:
             key = yield from reach(where, deadline_s)
         pieces, granted = source.pieces_of(blocks)
         targets = offsets[granted] + pieces.starts
+        if source.pieces.one_each and pieces.nbytes >= STREAM_BYTES_MIN:
+            mapped = self._engine.in_place(where.node, key)
+            if mapped is not None:
+                found = copy_into(where.node, mapped, pieces, targets)
+                wanted = [source.checksums[block] for block in blocks.tolist()]
+                return [i for i, checksum in enumerate(wanted) if found[i] != checksum]
         if len(pieces) == 1 and self._engine.in_place(where.node, key) is not None:
             # Into mapped memory: numbers instead of columns are the engine's shortest way.
             transfer = self._engine.write(
@@ -115,7 +129,7 @@ class BlockWriter:
                 int(targets[0]), int(pieces.lengths[0]), priority=Priority.KV_PUT,
             )  # fmt: skip
             started.append(transfer)
-            return
+            return []
         for region, rows in pieces.by_region(np.arange(len(pieces))):
             transfer = self._engine.write(
                 where.node,
@@ -128,6 +142,7 @@ class BlockWriter:
                 timeout_s=max(0.001, deadline_s - time.monotonic()),
             )
             started.append(transfer)
+        return []
 
     def _end(
         self,
@@ -167,6 +182,20 @@ class BlockWriter:
         logger.info("blocks for %s not written: %s", where.node, error)
         self._segments.forget(where.node)
         result.lost_nodes.append(where.node)
+
+
+def copy_into(node: str, mapped: InPlace, pieces: Pieces, targets: Ints) -> list[int]:
+    """Copy pieces into memory that is mapped here; return the checksum of each as it lies there."""
+    if (targets < 0).any() or (targets + pieces.lengths > len(mapped.array)).any():
+        raise AccessRefused(node, "a block outside of its segment")
+    found = np.zeros(len(pieces), dtype=np.uint64)
+    for region, rows in pieces.by_region(np.arange(len(pieces))):
+        found[rows] = copy_with_checksums(
+            mapped.array, region.array, targets[rows], pieces.offsets[rows], pieces.lengths[rows]
+        )
+    mapped.wrote_bytes(pieces.nbytes)
+    checksums: list[int] = found.tolist()
+    return checksums
 
 
 def stored_blocks(rows: Sequence[int], stored: Sequence[bool], replicas: int) -> set[int]:

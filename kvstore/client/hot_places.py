@@ -44,6 +44,13 @@ class HotPlaces:
             return None
         return place
 
+    def take(self, key: bytes) -> None:
+        """Forget a place whose lease is the caller's from now on."""
+        with self._lock:
+            place = self._places.pop(key, None)
+            if place is not None:
+                self._nbytes -= place.nbytes
+
     def offer(self, key: bytes, place: Place) -> None:
         """Take the lease of a block that was just read, to keep it or to drop it."""
         with self._lock:

@@ -86,7 +86,8 @@ class MasterMap:
         """Send a request to whom it concerns, and return the reply.
 
         While a master is learning what nodes hold, a lookup that finds too little waits for it
-        within its deadline.
+        within its deadline; and a put that finds no space, while the writers of another master may
+        still be busy.
 
         Raises:
             MasterUnavailable: No answer in time; the request may or may not have been handled.
@@ -97,8 +98,7 @@ class MasterMap:
         while True:
             answer = self._answer(request, max(0.001, deadline_s - time.monotonic()))
             reply = expect(request, answer.reply, expected)
-            final = not answer.rebuilding or not _finds_too_little(request, reply)
-            if final or time.monotonic() + PAUSE_S >= deadline_s:
+            if not _may_find_more(request, answer) or time.monotonic() + PAUSE_S >= deadline_s:
                 return reply
             self._give_back(request, reply)
             time.sleep(PAUSE_S)
@@ -143,18 +143,22 @@ class _Shards:
 
     def answer(self, request: m.Request, timeout_s: float, *, patient: bool) -> Answer:
         plan = self._plan(request)
-        rebuilding = False
+        rebuilding = settling = False
         outcomes: dict[int, Outcome] = {}
         deadline_s, attempt_s = time.monotonic() + timeout_s, ATTEMPT_S
         left = list(range(len(plan.parts)))
         while left:
             patience_s = min(attempt_s, timeout_s) if patient else timeout_s
             parts = [plan.parts[idx] for idx in left]
-            for idx, (outcome, unsure) in zip(
+            for idx, outcome in zip(
                 left, self._attempt(parts, patience_s, patient=patient), strict=True
             ):
-                outcomes[idx] = outcome
-                rebuilding |= unsure
+                if isinstance(outcome, Answer):
+                    rebuilding |= outcome.rebuilding
+                    settling |= outcome.settling
+                    outcomes[idx] = outcome.reply
+                else:
+                    outcomes[idx] = outcome
             timeout_s = deadline_s - time.monotonic()
             if not patient or timeout_s <= PAUSE_S:
                 break
@@ -164,7 +168,7 @@ class _Shards:
                 attempt_s, timeout_s = 2 * attempt_s, timeout_s - PAUSE_S
         merged = plan.merge([outcomes[idx] for idx in range(len(plan.parts))])
         self._tell(merged)
-        return Answer(reply=merged.reply, rebuilding=rebuilding)
+        return Answer(reply=merged.reply, rebuilding=rebuilding, settling=settling)
 
     def _plan(self, request: m.Request) -> Plan:
         match request:
@@ -190,17 +194,17 @@ class _Shards:
 
     def _attempt(
         self, parts: Sequence[tuple[int, m.Request]], timeout_s: float, *, patient: bool
-    ) -> list[tuple[Outcome, bool]]:
-        """Return per part its reply or why there is none, and if its master is rebuilding."""
-        results: list[tuple[Outcome, bool]] = []
+    ) -> list[Answer | MasterUnavailable]:
+        """Return for each part what is said, or why nothing is."""
+        results: list[Answer | MasterUnavailable] = []
         asked: list[tuple[int, MasterRecord, bytes]] = []
         for idx, (shard, part) in enumerate(parts):
             try:
                 record = self._standings[shard].admit(type(part).__name__, patient=patient)
             except MasterUnavailable as error:
-                results.append((error, False))
+                results.append(error)
                 continue
-            results.append((_unanswered(part, record), False))
+            results.append(_unanswered(part, record))
             asked.append((idx, record, m.encode(part)))
         calls = [(record.address, payload) for _, record, payload in asked]
         for (idx, record, _), reply in zip(
@@ -211,13 +215,12 @@ class _Shards:
 
     def _read(
         self, part: tuple[int, m.Request], record: MasterRecord, reply: bytes | TransferError
-    ) -> tuple[Outcome, bool]:
+    ) -> Answer | MasterUnavailable:
         shard, request = part
         try:
-            answer = self._standings[shard].read(type(request).__name__, record, reply)
+            return self._standings[shard].read(type(request).__name__, record, reply)
         except MasterUnavailable as error:
-            return error, False
-        return answer.reply, answer.rebuilding
+            return error
 
     def _tell(self, merged: Merged) -> None:
         calls = []
@@ -234,7 +237,12 @@ def _unanswered(part: m.Request, record: MasterRecord) -> MasterUnavailable:
     )
 
 
-def _finds_too_little(request: m.Request, reply: m.Reply) -> bool:
+def _may_find_more(request: m.Request, answer: Answer) -> bool:
+    """Tell whether the same request may get more a moment later, as far as its master knows."""
+    reply = answer.reply
     if isinstance(request, m.Lookup) and isinstance(reply, m.Located):
-        return len(reply.node_idx) < len(request.keys) or -1 in reply.node_idx
-    return isinstance(reply, m.Present) and not all(reply.flags)
+        complete = len(reply.node_idx) == len(request.keys) and -1 not in reply.node_idx
+        return answer.rebuilding and not complete
+    if isinstance(reply, m.Allocated):
+        return answer.settling and m.PutOutcome.NO_SPACE in reply.outcomes
+    return isinstance(reply, m.Present) and answer.rebuilding and not all(reply.flags)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvstore.client.lease import Lease
+from kvstore.client.locations import Hit
 from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
@@ -21,13 +24,14 @@ PLACE_BYTES_MAX: Final = 256 << 10
 
 
 class Place(NamedTuple):
-    """One copy of a block without a part table.
+    """One copy of a block.
 
     Attributes:
         where: The segment.
         offset: In the segment.
         nbytes: Of payload.
-        checksum: xxh3_64.
+        checksum: xxh3_64, of the payload or of the part table.
+        chunk_bytes: 0: no part table.
         lease: How long it stays there.
     """
 
@@ -35,6 +39,7 @@ class Place(NamedTuple):
     offset: int
     nbytes: int
     checksum: int
+    chunk_bytes: int
     lease: Lease
 
     @classmethod
@@ -45,7 +50,22 @@ class Place(NamedTuple):
             offset=reply.offsets[0],
             nbytes=reply.lengths[0],
             checksum=reply.checksums[0],
+            chunk_bytes=reply.chunk_bytes[0] if reply.chunk_bytes else 0,
             lease=Lease(reply.lease_id, asked_s + reply.lease_s),
+        )
+
+    def as_hit(self, key: bytes) -> Hit:
+        """Return the same in columns; `key` is as the pool knows it."""
+        return Hit(
+            keys=(key,),
+            positions=_column(0),
+            lease=self.lease,
+            nodes=(self.where,),
+            node_idx=_column(0),
+            offsets=_column(self.offset),
+            lengths=_column(self.nbytes),
+            checksums=(self.checksum,),
+            chunk_bytes=_column(self.chunk_bytes),
         )
 
     def read_into(
@@ -54,11 +74,14 @@ class Place(NamedTuple):
         """Copy the block to `offset` of a region and verify it.
 
         Returns:
-            False if its segment was never reached before, or anything is wrong: then what lies in
-            the region is garbage, and `Reading.copy` finds out what it is and reports it.
+            False if it is large or has a part table, its segment was never reached before, or
+            anything is wrong: then what lies in the region is garbage, and `Reading.copy` of
+            `as_hit` does it, or finds out what is wrong and reports it.
         """
         key = segments.known(self.where)
-        if key is None or self.lease.late_s() >= 0:
+        if key is None or self.chunk_bytes or self.nbytes > PLACE_BYTES_MAX:
+            return False
+        if self.lease.late_s() >= 0:
             return False
         try:
             transfer = engine.read(
@@ -72,3 +95,7 @@ class Place(NamedTuple):
             return False
         found = xxhash.xxh3_64_intdigest(region.array.data[offset : offset + self.nbytes])
         return found == self.checksum
+
+
+def _column(number: int) -> NDArray[np.int64]:
+    return np.array([number], dtype=np.int64)

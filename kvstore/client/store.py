@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final
 from configs.schema import KVStoreConfig, TransferConfig
 from kvstore.client.get_result import GetOutcome, GetResult
 from kvstore.client.local_memory import LocalMemory
+from kvstore.client.locations import Hit
 from kvstore.client.names import Name, key_of
 from kvstore.client.put_options import DEFAULT, PutOptions
-from kvstore.client.quick_reads import Quick
 from kvstore.client.store_client import NOBODY, StoreClient
 from kvstore.client.tenant import Tenant
 from kvstore.client.value_operations import ValueOperations, failure
@@ -195,12 +195,11 @@ class Store:
             LeaseExpired: Copying takes longer than a lease (retryable).
         """
         key = key_of(name, self._namespace)
-        value = self._quick.get(key, timeout_s)
-        if not isinstance(value, Quick):
-            return value
-        if value is Quick.MISS:
-            return None
-        (result,) = self.client.driver.run(self.operations.get([key], timeout_s))
+        found = self._quick.get(key, timeout_s)
+        if not isinstance(found, Hit):
+            return found
+        steps = self.operations.get([key], timeout_s, hit=found)
+        (result,) = self.client.driver.run(steps)
         return got(key, result).value
 
     def get_batch(
@@ -217,13 +216,12 @@ class Store:
         """
         key = key_of(name, self._namespace)
         piece = self._memory.registered(target_of(target))
-        if piece is not None:
-            found = self._quick.get_into(key, piece, timeout_s)
-            if not isinstance(found, Quick):
-                return found
-            if found is Quick.MISS:
-                return None
-        (result,) = self.client.driver.run(self.operations.get_into([key], [target], timeout_s))
+        found = None if piece is None else self._quick.get_into(key, piece, timeout_s)
+        if piece is not None and not isinstance(found, Hit):
+            return found
+        hit = found if isinstance(found, Hit) else None
+        steps = self.operations.get_into([key], [target], timeout_s, hit=hit)
+        (result,) = self.client.driver.run(steps)
         return got(key, result).nbytes if result.outcome is not GetOutcome.MISS else None
 
     def get_batch_into(

@@ -94,7 +94,7 @@ class StoreClient:
 
     def quick_reads(self) -> QuickReads:
         """Return the short way of single gets, with its own hot places."""
-        return QuickReads(self.core, self._link, self.segments, self.leases)
+        return QuickReads(self.core, self.driver, self.segments, self.leases)
 
     def close(self) -> None:
         """Stop using the store. Held leases are released, others end by themselves."""

@@ -84,8 +84,10 @@ class ValueOperations:
             placed = self._memory.place(parts, stack, copy=True)
             return (yield from self._core.put(keys, placed.pieces(), options, timeout_s))
 
-    def get(self, names: Sequence[Name], timeout_s: float | None) -> Steps[list[GetResult]]:
-        """As `Store.get_batch`."""
+    def get(
+        self, names: Sequence[Name], timeout_s: float | None, *, hit: Hit | None = None
+    ) -> Steps[list[GetResult]]:
+        """As `Store.get_batch`; `hit`: what a lookup of the names has just found."""
         keys = self.keys(names)
         results = [MISS] * len(keys)
 
@@ -95,6 +97,7 @@ class ValueOperations:
             with self._core.staging.borrow(int(room.sum())) as region:
                 pieces = Pieces.of_blocks(region, offsets, hit.lengths)
                 copied = yield from self._core.copy(hit, pieces, left_s)
+                self._hot.forget(keys[hit.positions[row]] for row in copied.bad)
                 for row, outcome in enumerate(_outcomes(hit, copied)):
                     value, nbytes = None, 0
                     if outcome is GetOutcome.HIT:
@@ -102,13 +105,18 @@ class ValueOperations:
                         value = region.array[offsets[row] : offsets[row] + nbytes].tobytes()
                     results[hit.positions[row]] = GetResult(outcome, value, nbytes)
 
-        yield from self._with_hit(keys, read, timeout_s)
+        yield from self._with_hit(keys, read, timeout_s, hit)
         return results
 
     def get_into(
-        self, names: Sequence[Name], targets: Sequence[Value], timeout_s: float | None
+        self,
+        names: Sequence[Name],
+        targets: Sequence[Value],
+        timeout_s: float | None,
+        *,
+        hit: Hit | None = None,
     ) -> Steps[list[GetResult]]:
-        """As `Store.get_batch_into`."""
+        """As `Store.get_batch_into`; `hit` as of `get`."""
         keys = self.keys(names)
         if len(targets) != len(keys):
             raise InvalidValue(problem=f"{len(keys)} names, {len(targets)} targets")
@@ -127,7 +135,7 @@ class ValueOperations:
                 nbytes = int(hit.lengths[row]) if outcome is GetOutcome.HIT else 0
                 results[hit.positions[row]] = GetResult(outcome, nbytes=nbytes)
 
-        yield from self._with_hit(keys, read, timeout_s)
+        yield from self._with_hit(keys, read, timeout_s, hit)
         return results
 
     def put_tensor(
@@ -178,13 +186,19 @@ class ValueOperations:
         self._hot.forget(keys, everything=bool(group))
         return (yield from self._core.writing.remove(keys, group=group, timeout_s=timeout_s))
 
-    def _with_hit(self, keys: Sequence[bytes], read: _Read, timeout_s: float | None) -> Steps[None]:
+    def _with_hit(
+        self,
+        keys: Sequence[bytes],
+        read: _Read,
+        timeout_s: float | None,
+        hit: Hit | None = None,
+    ) -> Steps[None]:
         """Look up, read what is there, and let it go; again if the lease ended meanwhile."""
         deadline_s = self._core.deadline(timeout_s)
         for attempt in range(ATTEMPTS):
-            hit = yield from self._core.lookup(
-                keys, every=True, timeout_s=self._core.left(deadline_s)
-            )
+            if hit is None:
+                left_s = self._core.left(deadline_s)
+                hit = yield from self._core.lookup(keys, every=True, timeout_s=left_s)
             if not hit.num_blocks:
                 return
             try:
@@ -194,6 +208,7 @@ class ValueOperations:
                     raise
             finally:
                 self._leases.drop(hit.lease)
+            hit = None
 
     def _read_parts(
         self, hit: Hit, wanted: Sequence[Sequence[Part]], left_s: float

@@ -2,6 +2,7 @@
 
 put      Allocate ─▶ granted rows ─▶ one write per segment ─▶ Finish ─▶ outcomes
          NO_SPACE, and the caller waits: a pause, and again for those blocks alone
+         written, but the master knows nothing of it (it is a new one): again for those alone
 """
 
 from __future__ import annotations
@@ -47,16 +48,19 @@ class Writing:
             MasterUnavailable: It did not answer. What it granted is given back.
             Fenced, TenantRefused: Nothing was stored.
         """
-        outcomes, retry_s = yield from self._put_once(source, deadline_s)
-        while source.options.wait_for_space and PutOutcome.NO_SPACE in outcomes:
+        outcomes, lost, retry_s = yield from self._put_once(source, deadline_s)
+        while True:
+            waiting = sorted(lost)
+            if source.options.wait_for_space:
+                waiting += [i for i, o in enumerate(outcomes) if o is PutOutcome.NO_SPACE]
             left_s = deadline_s - time.monotonic()
-            if left_s <= PAUSE_S_MIN:
+            if not waiting or left_s <= PAUSE_S_MIN:
                 break
             yield from pause(min(max(retry_s, PAUSE_S_MIN), PAUSE_S_MAX, left_s))
-            waiting = [i for i, outcome in enumerate(outcomes) if outcome is PutOutcome.NO_SPACE]
-            again, retry_s = yield from self._put_once(source.of(waiting), deadline_s)
+            again, forgotten, retry_s = yield from self._put_once(source.of(waiting), deadline_s)
             for block, outcome in zip(waiting, again, strict=True):
                 outcomes[block] = outcome
+            lost = {waiting[i] for i in forgotten}
         self._count(outcomes)
         return outcomes
 
@@ -80,7 +84,10 @@ class Writing:
         request = m.Remove(list(keys), self._record.name, group)
         return (yield from self._master.ask(request, m.Done, timeout_s=timeout_s)).count
 
-    def _put_once(self, source: Source, deadline_s: float) -> Steps[tuple[list[PutOutcome], float]]:
+    def _put_once(
+        self, source: Source, deadline_s: float
+    ) -> Steps[tuple[list[PutOutcome], set[int], float]]:
+        """Return outcomes, blocks that were written in vain, and after how long to try again."""
         batch = self._record.next_batch()
         try:
             return (yield from self._put_batch(batch, source, deadline_s))
@@ -91,7 +98,7 @@ class Writing:
 
     def _put_batch(
         self, batch: int, source: Source, deadline_s: float
-    ) -> Steps[tuple[list[PutOutcome], float]]:
+    ) -> Steps[tuple[list[PutOutcome], set[int], float]]:
         options = source.options
         abandoned = self._record.abandoned()
         request = m.Allocate(
@@ -113,7 +120,7 @@ class Writing:
         left_s = max(0.001, deadline_s - time.monotonic())
         granted = yield from self._master.ask(request, m.Allocated, timeout_s=left_s)
         self._record.told_abandoned(abandoned)
-        outcomes = list(granted.outcomes)
+        outcomes, lost = list(granted.outcomes), set[int]()
         if granted.nodes:
             # A master that knows no replicas grants one row per block.
             replicas = len(granted.node_idx) // source.num_blocks
@@ -126,7 +133,8 @@ class Writing:
             for block, outcome in enumerate(outcomes):
                 if outcome is PutOutcome.GRANTED:
                     outcomes[block] = PutOutcome.STORED if block in stored else PutOutcome.FAILED
-        return outcomes, granted.retry_s
+            lost = {row // replicas for row in result.written} - stored
+        return outcomes, lost, granted.retry_s
 
     def _finish(self, batch: int, result: WriteResult, replicas: int) -> Steps[set[int]]:
         request = m.Finish(

@@ -75,6 +75,24 @@ class Commands:
         self.client._link.ask = stall
         return self.put(keys)
 
+    def put_pausing(self, keys):
+        """Allocate, say so, and write and commit only when told to go on."""
+        write = self.engine.write
+
+        def pause(*args, **options):
+            self.engine.write = write
+            self.pipe.send("writing")
+            assert self.pipe.recv() == "go on"
+            return write(*args, **options)
+
+        self.engine.write = pause
+        return self.put(keys)
+
+    def hold(self, keys):
+        """Look up, and keep the lease for as long as this process lives."""
+        self.held = self.client.hold(self.client.lookup_prefix(keys))
+        return self.held.hit.num_blocks
+
     def flip(self):
         """Damage the first block that this node holds; return its key."""
         segment = self.node.segments[0]

@@ -140,7 +140,7 @@ def test_a_value_larger_than_the_pool_does_not_fit(pool):
     assert pool.store.put("small", b"x") is PutOutcome.STORED
 
 
-@pytest.mark.parametrize("chunk_bytes", [0])
+@pytest.mark.parametrize("chunk_bytes", [0, 64, 1000])
 def test_tensors_keep_type_and_shape(pool, chunk_bytes):
     options = PutOptions(chunk_bytes=chunk_bytes)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn):
