@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -36,7 +37,7 @@ class KVStoreConfig(Frozen):
         (),
         max_length=64,
         description="What each worker lends, one segment after the other; none: DRAM of"
-        " `segment_bytes`.",
+        " `segment_bytes`. `{slot}` in a path is the worker's slot.",
     )
     verify_bytes: int = Field(
         1 << 30,
@@ -86,6 +87,18 @@ class KVStoreConfig(Frozen):
     def lent(self) -> tuple[SegmentConfig, ...]:
         """The segments of a node, by their numbers."""
         return self.segments or (SegmentConfig(bytes=self.segment_bytes),)
+
+    def for_slot(self, slot: int) -> Self:
+        """Return what the worker of one slot lends: `{slot}` in a path is its number."""
+        segments = tuple(
+            segment
+            if segment.path is None
+            else segment.model_copy(
+                update={"path": Path(str(segment.path).replace("{slot}", str(slot)))}
+            )
+            for segment in self.segments
+        )
+        return self.model_copy(update={"segments": segments})
 
     @model_validator(mode="after")
     def _one_owner_per_file(self) -> Self:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from configs.kvstore_segments import SegmentConfig, SegmentMedium
+from configs.kvstore_segments import FileReader, SegmentConfig, SegmentMedium
 from kvstore.errors import StoreClosed
 from kvstore.node.block_check import BlockCheck
 from kvstore.node.cxl_segment import CxlSegment
@@ -22,6 +23,8 @@ from transfer.backends.file import FileSlab
 
 if TYPE_CHECKING:
     from transfer import Region, RegionKey, TransferEngine
+
+logger = logging.getLogger(__name__)
 
 
 class Segment:
@@ -145,19 +148,29 @@ class Segment:
 
 
 def make_segments(
-    configured: Iterable[SegmentConfig], *, verify_bytes: int, make_slab: MakeSlab = FileSlab
+    configured: Iterable[SegmentConfig], *, verify_bytes: int, make_slab: MakeSlab | None = None
 ) -> list[Segment]:
-    """Make the segments of a node, by their numbers; none is open."""
+    """Make the segments of a node, by their numbers; none is open.
+
+    Args:
+        configured: What is lent.
+        verify_bytes: See `Segment`.
+        make_slab: Of segments that are read by DeepNVMe; None: it is not to be had.
+    """
     return [
         Segment(number, _memory_of(config, make_slab), verify_bytes=verify_bytes)
         for number, config in enumerate(configured)
     ]
 
 
-def _memory_of(config: SegmentConfig, make_slab: MakeSlab) -> SegmentMemory:
+def _memory_of(config: SegmentConfig, make_slab: MakeSlab | None) -> SegmentMemory:
     if config.medium is SegmentMedium.SSD:
         assert config.path is not None, config
-        return SsdSegment(config.path, config.bytes, config.file, make_slab=make_slab)
+        wanted = config.reader is FileReader.DEEPNVME
+        if wanted and make_slab is None:
+            logger.warning("%s is read by threads: no DeepNVMe was given to the node", config.path)
+        maker = make_slab if wanted and make_slab is not None else FileSlab
+        return SsdSegment(config.path, config.bytes, config.file, make_slab=maker)
     if config.path is not None:
         return CxlSegment(config.path, config.bytes)
     return DramSegment(

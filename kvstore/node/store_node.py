@@ -43,7 +43,6 @@ from kvstore.wire.peer_messages import (
     encode_to_node,
 )
 from transfer import TransferError
-from transfer.backends.file import FileSlab
 
 if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
@@ -72,7 +71,7 @@ class StoreNode:
         masters: The address of the only master, those of several, or a directory of them.
         config: The store's knobs; `config.lent` says what is lent.
         secret: The cluster secret.
-        make_slab: What reads and writes the files of SSD segments.
+        make_slab: What reads and writes the files of segments with `reader: deepnvme`.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class StoreNode:
         config: KVStoreConfig,
         *,
         secret: bytes,
-        make_slab: MakeSlab = FileSlab,
+        make_slab: MakeSlab | None = None,
     ) -> None:
         self._engine = engine
         self._segments = make_segments(

@@ -20,6 +20,7 @@ import os
 import stat
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -79,6 +80,11 @@ class FileSlab:
         self.nbytes = nbytes
         self.alignment = Alignment(block=BLOCK_BYTES, memory=BLOCK_BYTES)
         self._config = config or FileConfig()
+        # What reads and writes extents; a slab that does it otherwise puts its own here.
+        self._read_work: Callable[[FileAccess, Bytes, Ints, Ints, Ints, float], ReadWork] = ReadWork
+        self._write_work: Callable[[FileAccess, Bytes, Ints, Ints, Ints, float], WriteWork] = (
+            WriteWork
+        )
         self._file_bytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         self._access: FileAccess | None = None
         self._queue: BatchQueue | None = None
@@ -218,7 +224,7 @@ class FileSlab:
         if not len(pieces):
             done(None)
             return
-        work = ReadWork(
+        work = self._read_work(
             access, target, pieces.target_offsets, pieces.source_offsets, pieces.lengths, deadline
         )
         queue.submit(work, "read", deadline, done)
@@ -229,7 +235,7 @@ class FileSlab:
         if not len(pieces):
             done(None)
             return
-        work = WriteWork(
+        work = self._write_work(
             access, source, pieces.source_offsets, pieces.target_offsets, pieces.lengths, deadline
         )
         queue.submit(work, "write", deadline, done)

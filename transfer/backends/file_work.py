@@ -103,7 +103,7 @@ class ReadWork(_ExtentWork):
         access, low = self._access, self._lows[index]
         block = access.alignment.block
         if self._direct[index]:
-            read_fully(access.fd, self._views(index), low, access.path, block)
+            self._fill(self._views(index), low, lane)
             return
         buffer = self._buffer(index, lane)
         read_fully(access.fd, [buffer.data], low, access.path, block)
@@ -115,6 +115,12 @@ class ReadWork(_ExtentWork):
             extents.file_offsets[pieces],
             extents.lengths[pieces],
         )
+
+    def _fill(self, views: list[memoryview], low: int, lane: int) -> None:
+        """Read into the caller's own memory; all of it aligned."""
+        del lane
+        access = self._access
+        read_fully(access.fd, views, low, access.path, access.alignment.block)
 
 
 class WriteWork(_ExtentWork):
@@ -136,7 +142,7 @@ class WriteWork(_ExtentWork):
         access, low = self._access, self._lows[index]
         self._check_size(low)
         if self._direct[index]:
-            write_fully(access.fd, self._views(index), low, access.path)
+            self._drain(self._views(index), low, lane)
             return
         buffer = self._buffer(index, lane)
         if self._partial[index]:
@@ -150,6 +156,11 @@ class WriteWork(_ExtentWork):
             extents.lengths[pieces],
         )
         write_fully(access.fd, [buffer.data], low, access.path)
+
+    def _drain(self, views: list[memoryview], low: int, lane: int) -> None:
+        """Write from the caller's own memory; all of it aligned."""
+        del lane
+        write_fully(self._access.fd, views, low, self._access.path)
 
     def _check_size(self, low: int) -> None:
         """A write behind the end of a file that was cut would quietly make it longer again."""

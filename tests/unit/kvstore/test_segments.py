@@ -299,6 +299,9 @@ def test_configuration():
     assert KVStoreConfig(segment_bytes=1 << 20).lent == (SegmentConfig(bytes=1 << 20),)
     several = ({"bytes": SIZE}, {"medium": "ssd", "bytes": SIZE, "path": "/x"})
     assert [s.medium for s in KVStoreConfig(segments=several).lent] == ["dram", "ssd"]
+    slotted = ({"medium": "ssd", "path": "/x/{slot}-{slot}"}, {"bytes": SIZE})
+    (mine, plain) = KVStoreConfig(segments=slotted).for_slot(3).lent
+    assert (str(mine.path), plain.path) == ("/x/3-3", None)
     for bad in (
         [{"medium": "ssd"}],
         [{"medium": "cxl"}],

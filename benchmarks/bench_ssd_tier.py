@@ -1,0 +1,205 @@
+"""The SSD tier against plain threads that call preadv and pwritev with O_DIRECT, in one run.
+
+    python -m benchmarks.bench_ssd_tier --directory DIRECTORY-ON-THE-DISK
+
+A client puts and gets blocks of 1 MiB through a store node whose only segment is a file on the
+disk, with a master, checksums and all. `near` is a client in the node's own process, `far` one in
+another process of the same host; each is used by one caller with one batch, or by four at once
+with a few blocks each. Turn by turn the same number of bytes goes to and from a second file of the
+same size in the same folder, by as many threads as the segment has (`depth`): what the disk gives.
+The ratio is taken turn by turn. Nothing passes the page cache. With `--deepnvme` the segment's
+file is read and written by DeepSpeed's handles instead of threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.bench_file import plainly
+from benchmarks.harness import Recorder
+from configs.schema import KVStoreConfig, TransferConfig
+from kvstore import MasterServer, StoreClient, StoreNode
+from transfer import TransferEngine, allocate
+from transfer.backends.direct_io import AlignedBuffer
+from transfer.backends.file import FileSlab
+
+BLOCK = 1 << 20
+SEGMENT_BYTES = 1 << 30
+BLOCKS = 96  # of a turn
+BATCH = 8  # blocks of one call, where several callers share a turn
+CALLERS = (1, 4)
+WARMUP, SAMPLES = 1, 9
+DEPTHS = (4, 8)
+WAIT_S = 60.0
+
+
+class Side:
+    """A client, and a node if it lends something; `stack` ends it."""
+
+    def __init__(
+        self, stack: ExitStack, master: str, secret: bytes, config: KVStoreConfig, *, lends: bool,
+        make_slab: Callable[..., FileSlab] | None = None,
+    ) -> None:  # fmt: skip
+        self.engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=secret)
+        node = None
+        if lends:
+            node = StoreNode(self.engine, master, config, secret=secret, make_slab=make_slab)
+            self.engine.on_notify(node.on_notify)
+        self.client = StoreClient(self.engine, master, config, secret=secret, local_node=node)
+        self.engine.on_notify(self.client.on_notify)
+        stack.enter_context(self.engine)
+        if node is not None:
+            stack.enter_context(node)
+            assert node.wait_registered(WAIT_S)
+        stack.enter_context(self.client)
+        memory = allocate(BLOCKS * BLOCK)
+        stack.callback(memory.close)
+        self.memory = memory.tensor.numpy()
+        self.memory[:] = np.random.default_rng().integers(0, 256, len(self.memory), dtype=np.uint8)
+        self.region = self.engine.register(memory)
+
+    def put(self, keys: list[bytes], callers: int) -> float:
+        return self._share(self._put, keys, callers)
+
+    def get(self, keys: list[bytes], callers: int) -> float:
+        return self._share(self._get, keys, callers)
+
+    def _share(self, move: Callable[..., int], keys: list[bytes], callers: int) -> float:
+        """Seconds for all blocks; of several callers each takes the next few until none is left."""
+        step = BLOCKS if callers == 1 else BATCH
+        with ThreadPoolExecutor(callers) as pool:
+            began = time.perf_counter()
+            starts = range(0, BLOCKS, step)
+            moved = list(pool.map(lambda start: move(keys, start, step), starts))
+            elapsed = time.perf_counter() - began
+        assert sum(moved) == BLOCKS, moved
+        return elapsed
+
+    def _put(self, keys: list[bytes], start: int, step: int) -> int:
+        offsets = np.arange(start, start + step) * BLOCK
+        outcomes = self.client.put(keys[start : start + step], self.region, offsets, BLOCK)
+        return sum(outcome == "stored" for outcome in outcomes)
+
+    def _get(self, keys: list[bytes], start: int, step: int) -> int:
+        hit = self.client.lookup_prefix(keys[start : start + step])
+        good = self.client.get_into(hit, self.region, np.arange(start, start + step) * BLOCK)
+        self.client.release(hit)
+        return good
+
+
+def slab_maker(deepnvme: bool) -> Callable[..., FileSlab] | None:
+    if not deepnvme:
+        return None
+    from moe_runtime.integrations.deepnvme import deepnvme_slab
+
+    if (maker := deepnvme_slab()) is None:
+        raise SystemExit("DeepSpeed is not installed, or its async_io extension cannot be built")
+    return maker
+
+
+def serve(pipe: Connection, master: str, secret: bytes, config: KVStoreConfig, deep: bool) -> None:
+    """The node, in a process of its own; it also plays the near client."""
+    with ExitStack() as stack:
+        side = Side(stack, master, secret, config, lends=True, make_slab=slab_maker(deep))
+        pipe.send(None)
+        while (request := pipe.recv()) is not None:
+            operation, *arguments = request
+            pipe.send(getattr(side, operation)(*arguments))
+
+
+def remote(pipe: Connection, operation: str, keys: list[bytes], callers: int) -> float:
+    pipe.send((operation, keys, callers))
+    assert pipe.poll(WAIT_S)
+    return float(pipe.recv())
+
+
+def measure(recorder: Recorder, directory: Path, depth: int, fd: int, deep: bool) -> None:
+    secret = secrets.token_bytes(16)
+    segment = {"medium": "ssd", "bytes": SEGMENT_BYTES, "path": directory / f"slab-{depth}",
+               "threads": depth, "direct": "require",
+               "reader": "deepnvme" if deep else "threads"}  # fmt: skip
+    config = KVStoreConfig(segments=(segment,), scrub={"enabled": False}, request_timeout_s=WAIT_S)
+    memory = torch.from_numpy(AlignedBuffer(BLOCKS * BLOCK).array)
+    memory.numpy()[:] = 7
+    view, rng = memoryview(memory.numpy()), np.random.default_rng()
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        master = stack.enter_context(MasterServer(config, secret=secret))
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, master.address, secret, config, deep))
+        process.start()
+        stack.callback(process.join)
+        stack.callback(pipe.send, None)
+        assert pipe.poll(WAIT_S)
+        pipe.recv()
+        far = Side(stack, master.address, secret, config, lends=False)
+
+        def turn(side: str, callers: int) -> dict[str, float]:
+            keys = [secrets.token_bytes(16) for _ in range(BLOCKS)]
+            offsets = (rng.permutation(SEGMENT_BYTES // BLOCK - 1)[:BLOCKS] * BLOCK).tolist()
+            found = {}
+            for operation, call in (("put", os.pwritev), ("get", os.preadv)):
+                began = time.perf_counter()
+                plainly(call, fd, view, offsets, BLOCK, depth)
+                found[f"raw_{operation}"] = time.perf_counter() - began
+                if side == "far":
+                    found[operation] = getattr(far, operation)(keys, callers)
+                else:
+                    found[operation] = remote(pipe, operation, keys, callers)
+            far.client.remove(keys)
+            return found
+
+        gigabytes = BLOCKS * BLOCK / 1e9
+        for side, callers in itertools.product(("near", "far"), CALLERS):
+            turns = [turn(side, callers) for _ in range(WARMUP + SAMPLES)][WARMUP:]
+            for op in ("put", "get"):
+                reader = "deepnvme" if deep else "threads"
+                labels = {"operation": op, "block_bytes": BLOCK, "depth": depth, "client": side,
+                          "callers": callers, "reader": reader}  # fmt: skip
+                recorder.add("ssd_tier", "GB/s", [gigabytes / t[op] for t in turns], **labels)
+                recorder.add("raw", "GB/s", [gigabytes / t[f"raw_{op}"] for t in turns], **labels)
+                ratios = [t[f"raw_{op}"] / t[op] for t in turns]
+                recorder.add("ssd_tier/raw", "ratio", ratios, **labels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, default=None, help="default: a temporary one")
+    parser.add_argument("--deepnvme", action="store_true", help="measure DeepSpeed's handles too")
+    arguments = parser.parse_args()
+    recorder = Recorder("ssd_tier")
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        directory = Path(name)
+        fill = torch.from_numpy(AlignedBuffer(BLOCKS * BLOCK).array)
+        fill.numpy()[:] = 3
+        with FileSlab(directory / "raw", SEGMENT_BYTES) as slab:
+            for start in range(0, SEGMENT_BYTES - BLOCKS * BLOCK, BLOCKS * BLOCK):
+                slab.write(fill, 0, start, BLOCKS * BLOCK)
+        fd = os.open(directory / "raw", os.O_RDWR | os.O_DIRECT)
+        try:
+            for deep in [False, True] if arguments.deepnvme else [False]:
+                for depth in DEPTHS:
+                    measure(recorder, directory, depth, fd, deep)
+                    for path in directory.glob("slab-*"):
+                        path.unlink()
+        finally:
+            os.close(fd)
+    recorder.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Other systems, each behind one module that alone imports it."""
