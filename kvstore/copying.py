@@ -28,6 +28,8 @@ else:
     compiled = _native
 
 COMPILED: Final = compiled is not None
+# From here on (in all pieces together) a copy does not pass through the caches: `native.c`.
+STREAM_BYTES_MIN: Final = 4 << 20
 
 
 def checksums_of(memory: Bytes, offsets: Ints, lengths: Ints) -> list[int]:
