@@ -22,12 +22,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
+from configs.kvstore_policies import PolicyConfig
 from configs.schema import Eviction
 from kvstore.events.event_log import EventBatch, EventLog
 from kvstore.master.catalog import Catalog
 from kvstore.master.figures import check_invariants, statistics
+from kvstore.master.inventory import Inventory
 from kvstore.master.keeping import Keeping
 from kvstore.master.lending import Lending
+from kvstore.master.planning import Planning
 from kvstore.master.reading import Reading
 from kvstore.master.tenancy import Tenancy
 from kvstore.master.tenants import TenantRule
@@ -48,6 +51,7 @@ class StoreMaster:
         events: Where it notes what subscribers are told; None if there are none.
         eviction: Which blocks make room for others.
         tenants: Who may use how much; none: everybody is "", without a limit.
+        policies: What it does by itself; default: as configured by default.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class StoreMaster:
         events: EventLog | None = None,
         eviction: Eviction = Eviction.LRU,
         tenants: Sequence[TenantRule] = (),
+        policies: PolicyConfig | None = None,
     ) -> None:
         self._timing = timing
         self._events = events
@@ -69,12 +74,15 @@ class StoreMaster:
         )
         self._fenced: OrderedDict[str, None] = OrderedDict()
         self._stepped_at: float | None = None
+        self._planning = Planning(self._catalog, policies or PolicyConfig())
         self._parts: list[MasterPart] = [
             Reading(self._catalog),
             Writing(self._catalog, timing),
             Lending(self._catalog, timing),
             Keeping(self._catalog, timing),
             Tenancy(self._catalog),
+            Inventory(self._catalog),
+            self._planning,
         ]
         self._transitions: dict[type, Transition] = {
             m.Fence: self._fence,
@@ -115,6 +123,7 @@ class StoreMaster:
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless everything that the module promises holds."""
         check_invariants(self._catalog)
+        self._planning.check_invariants()
 
     def _advance(self, now: float) -> None:
         assert self._stepped_at is None or now >= self._stepped_at, (now, self._stepped_at)

@@ -1,0 +1,145 @@
+"""Everything away from a node, so that it can go: copies elsewhere first, then drops.
+
+    Drain ─▶ node.draining: nothing new is placed there
+          ─▶ its blocks, a part at a time ─▶ copy elsewhere ─▶ drop here
+                                               │ no room
+                                               ▼
+                                             stuck: counted, tried again with the next look
+
+A block that has a copy elsewhere already is only dropped here, unless its writer wanted several.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore.master.catalog import Catalog
+from kvstore.master.copy_order import CopyOrder, Outcome, Purpose
+from kvstore.master.copy_state import COMMITTED, OPEN, RETIRED
+from kvstore.master.copying import Copying
+from kvstore.master.segment import Segment
+from kvstore.wire import messages as m
+
+ORDERED_MAX: Final = 4096  # orders of one drain that wait at once
+LOOK_S: Final = 1.0  # from one look at what is left to the next
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeDrain:
+    """One drain.
+
+    Attributes:
+        waiting: (key, segment) of what was seen there and is not ordered yet.
+        ordered: Keys with an order.
+        stuck: Keys for which there was no room.
+        moved: Copies that went from here.
+        look_s: When to look for what is left.
+    """
+
+    waiting: deque[tuple[bytes, int]] = field(default_factory=deque)
+    ordered: set[bytes] = field(default_factory=set)
+    stuck: set[bytes] = field(default_factory=set)
+    moved: int = 0
+    look_s: float = 0.0
+
+
+class Draining:
+    """The nodes that are drained. Not thread-safe.
+
+    Args:
+        catalog: The pool's books.
+        copying: Takes the orders.
+        wanted: Returns how many copies a block's writer wanted.
+    """
+
+    def __init__(
+        self, catalog: Catalog, copying: Copying, *, wanted: Callable[[bytes], int]
+    ) -> None:
+        self._catalog = catalog
+        self._copying = copying
+        self._wanted = wanted
+        self._drains: dict[str, NodeDrain] = {}
+
+    def drain(self, request: m.Drain, now: float) -> m.Reply:
+        """Begin, go on with, or cancel a drain; say how far it is."""
+        node = self._catalog.pool.node(request.node)
+        if node is None:
+            return m.Refused(m.RefusalReason.UNKNOWN_NODE, f"no node {request.node}")
+        if request.cancel:
+            node.draining = False
+            ended = self._drains.pop(request.node, NodeDrain())
+            for segment in node.segments.values():
+                self._copying.cancel(Purpose.DRAIN, segment.index)
+            return self._report(list(node.segments.values()), ended)
+        node.draining = True
+        drain = self._drains.setdefault(request.node, NodeDrain())
+        self._go_on(request.node, drain, now)
+        return self._report(list(node.segments.values()), drain)
+
+    def advance(self, now: float) -> None:
+        """Order further copies."""
+        for name, drain in self._drains.items():
+            if now >= drain.look_s or (drain.waiting and len(drain.ordered) < ORDERED_MAX):
+                self._go_on(name, drain, now)
+
+    def ended(self, order: CopyOrder, outcome: Outcome) -> None:
+        """Take note of how an order of a drain ended."""
+        segment = self._catalog.pool.segments.get(order.source)
+        drain = None if segment is None else self._drains.get(segment.node.name)
+        if drain is None:
+            return
+        drain.ordered.discard(order.key)
+        if outcome is Outcome.NO_SPACE:
+            drain.stuck.add(order.key)
+            return
+        drain.stuck.discard(order.key)
+        drain.moved += outcome is Outcome.DONE
+
+    def forget(self, node: str) -> None:
+        """A node has gone."""
+        self._drains.pop(node, None)
+
+    def _go_on(self, name: str, drain: NodeDrain, now: float) -> None:
+        node = self._catalog.pool.node(name)
+        assert node is not None, name
+        if not drain.waiting and not drain.ordered and now >= drain.look_s:
+            self._look(list(node.segments.values()), drain)
+            drain.look_s = now + LOOK_S
+        while drain.waiting and len(drain.ordered) < ORDERED_MAX:
+            key, segment = drain.waiting.popleft()
+            self._move(key, segment, drain)
+
+    def _look(self, segments: list[Segment], drain: NodeDrain) -> None:
+        table = self._catalog.table
+        for segment in segments:
+            for row in table.rows_in(segment.index, COMMITTED):
+                drain.waiting.append((table.keys[row], segment.index))
+        drain.stuck &= {key for key, _ in drain.waiting}
+
+    def _move(self, key: bytes, segment: int, drain: NodeDrain) -> None:
+        catalog = self._catalog
+        rows = catalog.copies(key)
+        here = [row for row in rows if catalog.table.segment[row] == segment]
+        if not here:
+            return
+        elsewhere = sum(not catalog.pool.of(row).node.draining for row in rows)
+        if elsewhere >= self._wanted(key):
+            catalog.drop(here[0])
+            drain.stuck.discard(key)
+            drain.moved += 1
+        elif self._copying.order(CopyOrder(key=key, source=segment, purpose=Purpose.DRAIN)):
+            drain.ordered.add(key)
+
+    def _report(self, segments: list[Segment], drain: NodeDrain) -> m.Draining:
+        states = (OPEN, COMMITTED, RETIRED)  # what is read or written here still counts
+        table = self._catalog.table
+        left = sum(len(table.rows_in(segment.index, *states)) for segment in segments)
+        return m.Draining(
+            left_blocks=left,
+            left_bytes=sum(segment.bytes_in[s] for segment in segments for s in states),
+            moved_blocks=drain.moved,
+            stuck_blocks=len(drain.stuck),
+        )

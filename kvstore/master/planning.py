@@ -1,0 +1,164 @@
+"""What the master does by itself: it watches the pool, and orders copies.
+
+    Tiering       victims of DRAM to the SSD, what is hit there back
+    Replication   copies that were lost with a node; further ones of what is read very often
+    Rebalancing   joined nodes get their share, slowly; an administrator's order
+    Draining      everything away from a node
+       └──▶ Copying: who makes which copy when ──▶ NextCopies
+
+Notes are taken in the middle of a step (`PoolObserver`); orders follow at the start of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from configs.kvstore_policies import PolicyConfig
+from kvstore.master.catalog import Catalog
+from kvstore.master.copy_order import CopyOrder, Outcome, Purpose
+from kvstore.master.copy_pool import CatalogCopies
+from kvstore.master.copying import Copying
+from kvstore.master.draining import Draining
+from kvstore.master.rebalancing import Rebalancing
+from kvstore.master.replication import Replication
+from kvstore.master.segment import Segment
+from kvstore.master.targets import Targets
+from kvstore.master.tiering import Tiering
+from kvstore.master.transition import Transition
+from kvstore.wire import messages as m
+
+TICK_S: Final = 0.02  # policies look at the pool no more often
+
+
+class Planning:
+    """Copies by the master's order; see `MasterPart` and `PoolObserver`.
+
+    Args:
+        catalog: The pool's books.
+        policies: The configured ones.
+    """
+
+    def __init__(self, catalog: Catalog, policies: PolicyConfig) -> None:
+        self._catalog = catalog
+        self._copies = CatalogCopies(catalog)
+        self._copying = Copying(
+            policies.copies,
+            self._copies,
+            targets=Targets(catalog),
+            ended=self._ended,
+            nodes_with_work=catalog.nodes_with_work,
+        )
+        self._tiering = Tiering(policies.tiers, catalog, self._copying)
+        self._replication = Replication(catalog, self._copying, policies.hot_blocks)
+        self._rebalancing = Rebalancing(policies.filling, catalog, self._copying)
+        self._draining = Draining(catalog, self._copying, wanted=self._replication.wanted)
+        self._now = 0.0
+        self._tick_s = 0.0
+        self._is_evicting = False
+        self._is_reporting = False
+        self._watches_hits = self._replication.watches_hits
+        self._hits: list[Sequence[int]] = []
+        catalog.observers.append(self)
+
+    def transitions(self) -> Mapping[type, Transition]:
+        """Return what carries out which type of request."""
+        return {
+            m.NextCopies: self._next_copies,
+            m.Drain: self._draining.drain,
+            m.Rebalance: self._rebalancing.rebalance,
+        }
+
+    def advance(self, now: float) -> None:
+        """Order what the pool needs, some of it at a time."""
+        self._now = now
+        if now < self._tick_s:
+            return
+        self._tick_s = now + TICK_S
+        self._copying.expire(now)
+        self._draining.advance(now)
+        self._replication.advance()
+        self._tiering.advance(now)
+        self._rebalancing.advance(now)
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolated unless the books of copies are right."""
+        self._copying.check_invariants()
+
+    @property
+    def counts(self) -> Mapping[tuple[Purpose, Outcome], int]:
+        """How many orders of each purpose ended how."""
+        return self._copying.counts
+
+    def _next_copies(self, request: m.NextCopies, now: float) -> m.Reply:
+        node = self._catalog.pool.node(request.node)
+        if node is None:
+            return m.Refused(m.RefusalReason.UNKNOWN_NODE, f"no node {request.node}")
+        node.heard_s = now
+        self._catalog.counts["corrupt"] += len(request.corrupt)
+        self._is_reporting = True
+        try:
+            self._copying.finish(
+                request.node,
+                done=request.done,
+                failed=request.failed,
+                corrupt=request.corrupt,
+                now=now,
+            )
+        finally:
+            self._is_reporting = False
+        started = self._copying.start(request.node, limit=request.limit, now=now)
+        orders = []
+        for copy in started:
+            row = self._copies.row_in(copy.order.key, copy.order.source)
+            order = None if row is None else self._copies.describe(copy.copy_id, row, copy.target)
+            if order is not None:
+                orders.append(order)
+        return m.Copies(orders)
+
+    def _ended(self, order: CopyOrder, outcome: Outcome) -> None:
+        if order.purpose is Purpose.DRAIN:
+            self._draining.ended(order, outcome)
+        elif order.purpose is Purpose.DEMOTE:
+            self._tiering.ended(order, outcome)
+
+    # -- notes of the catalog -----------------------------------------------------------------
+
+    def stored(self, row: int) -> None:
+        """A copy was committed."""
+        if not self._is_reporting:
+            self._replication.stored(row)
+
+    def hit(self, rows: Sequence[int]) -> None:
+        """Copies were given to a reader."""
+        if self._watches_hits:
+            self._tiering.hit(rows, self._now)
+            self._replication.hit(rows, self._now)
+
+    def evicting(self, row: int) -> None:
+        """A copy is about to make room; `dropped` follows."""
+        del row
+        self._is_evicting = True
+
+    def dropped(self, row: int) -> None:
+        """A copy is none any more."""
+        self._replication.dropped(row, evicted=self._is_evicting)
+        self._is_evicting = False
+
+    def joined(self, segment: Segment) -> None:
+        """A segment came."""
+        self._tiering.joined(segment)
+        self._rebalancing.joined(segment)
+        self._watch()
+
+    def left(self, segment: Segment) -> None:
+        """A segment went, and its node with it."""
+        self._tiering.left(segment)
+        self._rebalancing.left(segment)
+        self._draining.forget(segment.node.name)
+        self._copying.lose_node(segment.node.name)
+        self._copies.forget_node(segment.node.name)
+        self._watch()
+
+    def _watch(self) -> None:
+        self._watches_hits = self._tiering.watches_hits or self._replication.watches_hits
