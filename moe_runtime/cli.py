@@ -57,6 +57,16 @@ COMMANDS = {
         attribute="store_command",
         help="Administer the KV store: status, ls, verify, drain, rebalance, tenants.",
     ),
+    "store-master": LazyCommand(
+        module="moe_runtime.store_processes",
+        attribute="store_master_command",
+        help="Run one master of the KV store.",
+    ),
+    "store-node": LazyCommand(
+        module="moe_runtime.store_processes",
+        attribute="store_node_command",
+        help="Lend this machine's memory and disks to the KV store.",
+    ),
     "doctor": LazyCommand(
         module="moe_runtime.doctor",
         attribute="doctor_command",

@@ -71,7 +71,8 @@ class Surroundings:
 
     Attributes:
         front_address: "host:port" of the front's worker link.
-        master_address: "host:port" of the store master.
+        master_address: "host:port" of the front's store master; "" if the configuration says
+            where the masters are.
     """
 
     secret: bytes

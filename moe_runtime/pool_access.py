@@ -10,6 +10,7 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from configs.kvstore_segments import FileReader
 from kvstore import (
     StoreClient,
     StoreNode,
@@ -17,8 +18,10 @@ from kvstore import (
     block_namespace,
     prefix_keys,
 )
+from kvstore.discovery.finding import directory_of, followed
 from moe_runtime.block_fetcher import BlockFetcher
 from moe_runtime.expert_backup import ExpertBackup
+from moe_runtime.integrations.deepnvme import deepnvme_slab
 from moe_runtime.pooled_blocks import PooledBlocks
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from configs.schema import RuntimeConfig
     from elastic import ExpertSource
     from elastic.peer_experts import Slabs
+    from kvstore.discovery.directory import MasterDirectory
     from moe_runtime.incarnation import Surroundings, Weights
     from transfer import TransferEngine
 
@@ -49,6 +53,7 @@ class PoolAccess:
         self._stack = ExitStack()
         self._page_tokens = config.scheduler.page_tokens
         self._namespace = _namespace(config, weights)
+        self._masters: MasterDirectory | None = None
         self._node: StoreNode | None = None
         self._client: StoreClient | None = None
         self._backup: ExpertBackup | None = None
@@ -74,9 +79,10 @@ class PoolAccess:
 
     def open(self) -> None:
         """Lend the segment and start the traffic; the engine is open."""
-        if self._node is None or self._client is None:
+        if self._node is None or self._client is None or self._masters is None:
             return
         config, weights, stack = self._config, self._weights, self._stack
+        stack.enter_context(followed(self._masters))
         stack.callback(self._node.close)
         self._node.open()
         stack.callback(self._client.close)
@@ -114,11 +120,18 @@ class PoolAccess:
         self._stack.close()
 
     def _listen(self) -> None:
-        config, engine, around = self._config.kvstore, self._engine, self._around
-        node = StoreNode(engine, around.master_address, config, secret=around.secret)
-        client = StoreClient(
-            engine, around.master_address, config, secret=around.secret, local_node=node
+        engine, around = self._engine, self._around
+        config = self._config.kvstore.for_slot(around.rank)
+        masters = self._masters = directory_of(config.masters, embedded=around.master_address)
+        wanted = any(segment.reader is FileReader.DEEPNVME for segment in config.lent)
+        node = StoreNode(
+            engine,
+            masters,
+            config,
+            secret=around.secret,
+            make_slab=deepnvme_slab() if wanted else None,
         )
+        client = StoreClient(engine, masters, config, secret=around.secret, local_node=node)
         engine.on_notify(lambda peer, payload: _ignore(node.on_notify(peer, payload)))
         engine.on_notify(lambda peer, payload: _ignore(client.on_notify(peer, payload)))
         self._node, self._client = node, client

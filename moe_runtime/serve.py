@@ -161,7 +161,7 @@ class LocalCluster:
         from moe_runtime.cluster_secret import new_secret, read_secret
         from moe_runtime.front.front import Front
         from moe_runtime.front.http_server import HttpServer
-        from moe_runtime.pool_fencing import PoolFencing
+        from moe_runtime.pool_fencing import PoolFencing, RemoteMasters
         from moe_runtime.worker import FRONT_KEY, MASTER_KEY
 
         config, cluster = self._config, self._config.cluster
@@ -179,7 +179,12 @@ class LocalCluster:
         )
         self._stack.callback(membership.close)
         self.membership_port = membership.port
-        master = MasterServer(config.kvstore, secret=secret, host=config.transfer.host)
+        masters = config.kvstore.masters
+        master: MasterServer | RemoteMasters
+        if masters.embedded:
+            master = MasterServer(config.kvstore, secret=secret, host=config.transfer.host)
+        else:
+            master = RemoteMasters(config.kvstore, secret=secret)
         fencing = PoolFencing(master, membership)
         self._front = Front(config, secret=secret, on_view=fencing.on_view)
         self._stack.callback(master.close)
@@ -188,7 +193,7 @@ class LocalCluster:
         self._stack.push_async_callback(self._front.stop)
         await self._front.start()
         membership.put(FRONT_KEY, self._front.control_address.encode())
-        membership.put(MASTER_KEY, master.address.encode())
+        membership.put(MASTER_KEY, master.address.encode() if masters.embedded else b"")
         http = HttpServer(self._front.app, host=config.front.host, port=config.front.port)
         self._stack.push_async_callback(http.stop)
         await http.start()

@@ -67,6 +67,7 @@ class MasterServer:
         self._term = 0
         self._leads_until_s = -math.inf
         self._rebuilt_s = -math.inf
+        self._settled_s = -math.inf
         self._telling: dict[tuple[str, int], float] = {}  # segment -> its last piece, of several
         self.events: EventPublisher | None = None
         self._master = self._new_master()
@@ -111,6 +112,7 @@ class MasterServer:
             self._term = term
             self._leads_until_s = until_s
             self._rebuilt_s = self._clock() + self._rebuild_s
+            self._settled_s = -math.inf
             self._telling.clear()
 
     def confirm(self, until_s: float) -> None:
@@ -167,7 +169,13 @@ class MasterServer:
                 refused = m.Refused(m.RefusalReason.NOT_LEADING, f"{self.address} stands by")
                 return seal(Answer(reply=refused, term=self._term))
             reply = self._stepped(request, now)
-            return seal(Answer(reply=reply, term=self._term, rebuilding=self._rebuilding(now)))
+            answer = Answer(
+                reply=reply,
+                term=self._term,
+                rebuilding=self._rebuilding(now),
+                settling=now < self._settled_s,
+            )
+            return seal(answer)
 
     def _step(self, request: m.Request) -> m.Reply:
         with self._lock:
@@ -180,6 +188,8 @@ class MasterServer:
             self._telling.pop(where, None)
             if request.more:
                 self._telling[where] = now
+        if isinstance(request, m.Register) and not request.untouched:
+            self._settled_s = now + self._config.open_put_s
         if self.events is not None:
             self._publish(self.events)
         return reply
@@ -199,7 +209,7 @@ class MasterServer:
         timing = MasterTiming(
             lease_s=config.lease_s, silence_s=config.node_silence_s, put_s=config.open_put_s
         )
-        return StoreMaster(timing, events=log, eviction=config.eviction)
+        return StoreMaster(timing, events=log, eviction=config.eviction, policies=config.policies)
 
     def _publish(self, events: EventPublisher) -> None:
         if events.wants_state:

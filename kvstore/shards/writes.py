@@ -61,15 +61,11 @@ class PutPlans:
         """Each master places its own keys; those of one that does not answer are `FAILED`."""
         positions = by_shard(request.keys, self._num_shards)
         shards = list(positions)
-        origin = _Origin(positions, request.replicas)
         with self._lock:
             for batches in self._abandoned:
                 batches += request.abandoned
                 del batches[:-ABANDONED_MAX]
             told = {shard: list(self._abandoned[shard]) for shard in shards}
-            self._origins[request.batch] = origin
-            while len(self._origins) > BATCHES_MAX:
-                self._origins.popitem(last=False)
 
         def merge(outcomes: Sequence[Outcome]) -> Merged:
             lost = [o for o in outcomes if isinstance(o, MasterUnavailable)]
@@ -77,6 +73,8 @@ class PutPlans:
                 raise lost[0]
             for shard, outcome in zip(shards, outcomes, strict=True):
                 self._heard(shard, told[shard], request.batch, outcome)
+            origin = _Origin(positions, _replicas(positions, outcomes))
+            self._remember(request.batch, origin)
             return Merged(reply=_merge_allocated(request, origin, outcomes))
 
         parts = [
@@ -119,6 +117,12 @@ class PutPlans:
         ]
         return Plan(parts=tuple(zip(shards, parts, strict=True)), merge=merge)
 
+    def _remember(self, batch: int, origin: _Origin) -> None:
+        with self._lock:
+            self._origins[batch] = origin
+            while len(self._origins) > BATCHES_MAX:
+                self._origins.popitem(last=False)
+
     def _heard(self, shard: int, told: list[int], batch: int, outcome: Outcome) -> None:
         if isinstance(outcome, MasterUnavailable):
             self._abandon(shard, batch)
@@ -129,6 +133,16 @@ class PutPlans:
     def _abandon(self, shard: int, batch: int) -> None:
         with self._lock:
             self._abandoned[shard].append(batch)
+
+
+def _replicas(positions: dict[int, list[int]], outcomes: Sequence[Outcome]) -> int:
+    """Rows per key: the masters may know fewer copies than were asked for."""
+    found = [
+        len(outcome.node_idx) // len(theirs)
+        for theirs, outcome in zip(positions.values(), outcomes, strict=True)
+        if isinstance(outcome, m.Allocated)
+    ]
+    return max(1, *found) if found else 1
 
 
 def _merge_allocated(

@@ -16,6 +16,7 @@ from kvstore.wire import messages as m
 
 HEADER_BYTES: Final = 9
 _REBUILDING: Final = 1
+_SETTLING: Final = 2
 
 
 class EnvelopeMalformed(ValueError):
@@ -31,16 +32,19 @@ class Answer:
         term: Of the master.
         rebuilding: It has just started, and nodes may be telling it still what they hold: that
             a block is missing is not its last word.
+        settling: Writers may still be busy where its predecessor sent them, and it gives out no
+            space there: that there is none is not its last word.
     """
 
     reply: m.Reply
     term: int = 0
     rebuilding: bool = False
+    settling: bool = False
 
 
 def seal(answer: Answer) -> bytes:
     """Return the bytes of an answer."""
-    flags = _REBUILDING if answer.rebuilding else 0
+    flags = _REBUILDING * answer.rebuilding | _SETTLING * answer.settling
     return answer.term.to_bytes(8, "big") + bytes((flags,)) + m.encode(answer.reply)
 
 
@@ -57,4 +61,5 @@ def unseal(payload: bytes) -> Answer:
         reply=m.decode_reply(payload[HEADER_BYTES:]),
         term=int.from_bytes(payload[:8], "big"),
         rebuilding=bool(payload[8] & _REBUILDING),
+        settling=bool(payload[8] & _SETTLING),
     )
