@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvstore.errors import InvariantViolated
 from kvstore.eviction import EvictionPolicy, RowQueue
@@ -20,6 +21,7 @@ from kvstore.master.copy_table import CopyTable
 from kvstore.wire.messages import Medium, NodeAddress, Pin
 
 NONE, SOFT, HARD = (int(pin) for pin in Pin)
+DISK_BLOCK_BYTES: Final = 4096
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -75,6 +77,7 @@ class Segment:
         self.index = index
         self.node = node
         self.where = where
+        self._on_disk = where.medium is Medium.SSD
         self.base = base
         self.placeable_s = placeable_s
         self.bytes_in = [0] * len(CopyState)
@@ -118,6 +121,7 @@ class Segment:
     def adopt(self, key: bytes, offset: int, length: int, space: int) -> int | None:
         """Return a row for a committed copy that the node holds; None if its range is not free."""
         assert isinstance(self._space, ReservedRanges), self.where
+        space = self._whole_units(space)
         if not self._space.reserve(offset - self.base, space):
             return None
         row = self._table.take(key, self.index, offset, length, space)
@@ -129,6 +133,7 @@ class Segment:
         """Return a row for an open copy; None if no free range is large enough."""
         if not isinstance(self._space, SegmentAllocator):
             return None
+        space = self._whole_units(space)
         offset = self._space.allocate(space)
         if offset is None:
             return None
@@ -136,6 +141,13 @@ class Segment:
         self._table.state[row] = OPEN
         self.bytes_in[OPEN] += space
         return row
+
+    def _whole_units(self, space: int) -> int:
+        """Return the space that a block takes here: on a disk whole blocks of the file system.
+
+        A block that shared one with its neighbour would make its writer read that one first.
+        """
+        return -(-space // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES if self._on_disk else space
 
     def become(self, row: int, state: int) -> None:
         """Change the state of a copy here; FREE and LOST give its bytes, but not its row, back."""
