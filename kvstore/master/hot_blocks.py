@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from kvstore.master.recent_names import RecentCounts
 
 NAMES_MAX: Final = 1 << 14
+NameT = TypeVar("NameT", bound=Hashable)
 SAMPLE: Final = 8  # of a long run, every eighth block is counted, with eight times the weight
 
 
@@ -29,7 +30,7 @@ class HotBlocks:
         """Whether `hit` has to be told anything."""
         return self._hits > 0
 
-    def hit(self, names: Sequence[Hashable], now: float) -> list[Hashable]:
+    def hit(self, names: Sequence[NameT], now: float) -> list[NameT]:
         """Count hits of one lookup; return the blocks that earned a further replica."""
         if not self._hits:
             return []

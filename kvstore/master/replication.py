@@ -54,7 +54,7 @@ class Replication:
     def hit(self, rows: Sequence[int], now: float) -> None:
         """Copies were given to a reader."""
         keys = self._catalog.table.keys
-        self._earned.extend(self._hot.hit([keys[row] for row in rows], now))  # type: ignore[arg-type]
+        self._earned.extend(self._hot.hit([keys[row] for row in rows], now))
 
     def dropped(self, row: int, *, evicted: bool) -> None:
         """A copy is about to be none any more."""
