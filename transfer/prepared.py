@@ -50,6 +50,10 @@ class InPlace:
         """Count bytes that the caller has copied out of the memory, as of a read."""
         self._mover.account(self._link, nbytes, None, Priority.KV_GET, write=False)
 
+    def wrote_bytes(self, nbytes: int) -> None:
+        """Count bytes that the caller has copied into the memory, as of a write."""
+        self._mover.account(self._link, nbytes, None, Priority.KV_PUT, write=True)
+
 
 class Prepared:
     """A write or read with fixed places. Made by the engine's `prepare_write`, `prepare_read`.
