@@ -58,8 +58,9 @@ class PrefixAware:
         uses = 0
         before = self._gone.pop(self._rows.names[row], None)
         if before is not None:
-            self._rates.hit(before[0], self._tick - before[1])
+            self._rates.hit(before[0], before[1], self._tick)
             uses = min(before[0] + 1, USES_MAX)
+        self._rates.wait(uses, self._tick)
         self._known[row] = (self._tick, parent)
         self._rows.uses[row] = uses
         if parent is not None:
@@ -71,7 +72,8 @@ class PrefixAware:
         self._tick += 1
         used_at, parent = self._known[row]
         uses = self._rows.uses[row]
-        self._rates.hit(uses, self._tick - used_at)
+        self._rates.hit(uses, used_at, self._tick)
+        self._rates.wait(min(uses + 1, USES_MAX), self._tick)
         self._known[row] = (self._tick, parent)
         is_held = self._rows.place[row] == HELD
         if not is_held:
@@ -103,7 +105,9 @@ class PrefixAware:
             self._gone[self._rows.names[row]] = (self._rows.uses[row], used_at)
             while len(self._gone) > max(GONE_MIN, GONE_PER_BLOCK * len(self._known)):
                 _, (uses, last_tick) = self._gone.popitem(last=False)
-                self._rates.missed(uses, self._tick - last_tick)
+                self._rates.missed(uses, last_tick, self._tick)
+        else:
+            self._rates.leave(self._rows.uses[row], used_at)
 
     def victim(self) -> int | None:
         """Return the leaf, oldest in its queue, that is least worth its place.

@@ -116,14 +116,16 @@ class PrefixModel:
         uses = 0
         for gone in [gone for gone in self.gone if gone[0] == name]:
             self.gone.remove(gone)
-            self.rates.hit(min(gone[1], USE_CLASSES - 1), self.tick - gone[2])
+            self.rates.hit(min(gone[1], USE_CLASSES - 1), gone[2], self.tick)
             uses = gone[1] + 1
+        self.rates.wait(min(uses, USE_CLASSES - 1), self.tick)
         self.known[name] = self.row(parent, uses)
 
     def touch(self, name):
         self.tick += 1
         row = self.known[name]
-        self.rates.hit(min(row["uses"], USE_CLASSES - 1), self.tick - row["used_at"])
+        self.rates.hit(min(row["uses"], USE_CLASSES - 1), row["used_at"], self.tick)
+        self.rates.wait(min(row["uses"] + 1, USE_CLASSES - 1), self.tick)
         self.known[name] = self.row(row["parent"], row["uses"] + 1)
 
     def hold(self, name):
@@ -151,6 +153,8 @@ class PrefixModel:
         if evicted:
             self.gone.append((name, row["uses"], row["used_at"]))
             assert len(self.gone) <= max(GONE_MIN, GONE_PER_BLOCK * len(self.known))
+        else:
+            self.rates.leave(min(row["uses"], USE_CLASSES - 1), row["used_at"])
 
     def victim(self):
         heads = []

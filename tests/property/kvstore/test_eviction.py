@@ -9,7 +9,15 @@ import pytest
 
 from configs.schema import Eviction
 from kvstore.eviction import named_policy
-from kvstore.eviction.hit_rate import AGE_CLASSES, KEPT_SHARE, REFIT_EVENTS, USE_CLASSES, HitRates
+from kvstore.eviction.hit_rate import (
+    AGE_CLASSES,
+    EPOCH_BITS,
+    KEPT_SHARE,
+    REFIT_EVENTS,
+    USE_CLASSES,
+    WAITING_SHARE,
+    HitRates,
+)
 from tests.support.eviction_models import MODELS
 
 STEPS = 1500
@@ -112,17 +120,36 @@ def test_leaves_go_before_roots_whatever_was_used(rng):
 def test_rates_are_those_of_the_whole_record(rng):
     rates = HitRates()
     record = []  # (use class, age class, was it a hit, weight)
+    waiting = []  # (use class, tick)
+    now = 1 << 23
     for _ in range(3):
-        for _ in range(REFIT_EVENTS):
+        for event in range(REFIT_EVENTS):
             use_class, age, hit = rng.randrange(USE_CLASSES), rng.randrange(1 << 20), rng.random()
             age >>= rng.randrange(20)
-            (rates.hit if hit < 0.3 else rates.missed)(use_class, age)
+            now += rng.randrange(3)
+            if event % 3 == 0:
+                waiting.append((use_class, now - age))
+                rates.wait(use_class, now - age)
+            if event % 9 == 0:
+                rates.leave(*waiting.pop(rng.randrange(len(waiting))))
+            rates.wait(use_class, now - age)
+            (rates.hit if hit < 0.3 else rates.missed)(use_class, now - age, now)
             record.append((use_class, age.bit_length(), hit < 0.3, 1.0))
+        present = [
+            (use_class, age_of(tick, now).bit_length(), False, WAITING_SHARE)
+            for use_class, tick in waiting
+        ]
         for _ in range(50):
             use_class, age = rng.randrange(USE_CLASSES), rng.randrange(1 << 22)
-            expected = rate_of([e[1:] for e in record if e[0] == use_class], age.bit_length())
-            assert rates.rate(use_class, age) == pytest.approx(expected)
+            seen = [e[1:] for e in (*record, *present) if e[0] == use_class]
+            assert rates.rate(use_class, age) == pytest.approx(rate_of(seen, age.bit_length()))
         record = [(*event[:3], event[3] * KEPT_SHARE) for event in record]
+
+
+def age_of(tick, now):
+    """Ticks of a span are known by its middle."""
+    span = 1 << EPOCH_BITS
+    return max(0, now - (tick // span * span + span // 2))
 
 
 def rate_of(events, age_class):
