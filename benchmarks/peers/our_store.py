@@ -14,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import store_side
 
 from configs.schema import KVStoreConfig, TransferBackend, TransferConfig
@@ -37,31 +38,30 @@ class OurClient:
 
     def put(self, size: int, blocks: int) -> None:
         names = [secrets.token_bytes(16) for _ in range(blocks)]
-        pieces = self._pieces(size, blocks)
         if blocks == 1:
-            outcomes = {self._store.put(names[0], pieces[0])}
+            outcomes = {self._store.put(names[0], RegionPiece(self._region, 0, size))}
         else:
-            outcomes = set(self._store.put_batch(names, pieces))
+            places = np.arange(blocks) * size
+            outcomes = set(self._store.client.put(names, self._region, places, size))
         if outcomes != {PutOutcome.STORED}:
             raise RuntimeError(f"put: {sorted(outcomes)}")
         self._live = [*self._live[1 - KEEP :], names]
 
     def get(self, size: int, blocks: int, turn: int) -> None:
         names = self._live[turn % KEEP]
-        pieces = self._pieces(size, blocks)
         if blocks == 1:
-            whole = self._store.get_into(names[0], pieces[0]) == size
+            piece = RegionPiece(self._region, 0, size)
+            whole = self._store.get_into(names[0], piece) == size
         else:
-            found = self._store.get_batch_into(names, pieces)
-            whole = all(one.nbytes == size for one in found)
+            hit = self._store.client.lookup(names)
+            places = np.arange(blocks) * size
+            whole = self._store.client.get_into(hit, self._region, places) == blocks
+            self._store.client.release(hit)
         if not whole:
             raise RuntimeError("not found")
 
     def tidy(self) -> bool:
         return False  # the pool evicts, within the time measured
-
-    def _pieces(self, size: int, blocks: int) -> list[RegionPiece]:
-        return [RegionPiece(self._region, i * size, size) for i in range(blocks)]
 
 
 def lead(pipe: Connection, secret: bytes) -> None:

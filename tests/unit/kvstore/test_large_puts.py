@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import PutOutcome, RegionPiece
+from kvstore import PutOutcome, RegionPiece, copying
 from kvstore.client import block_writer
 from kvstore.copying import STREAM_BYTES_MIN
 from tests.support.store_pool import Pool
@@ -35,7 +35,7 @@ def test_a_block_that_changes_while_it_is_put_is_not_stored(
     region = pool.store.register(memory)
     region.array[:] = np.frombuffer(secrets.token_bytes(2 * NBYTES), dtype=np.uint8)
     pieces = [RegionPiece(region, i * NBYTES, NBYTES) for i in range(2)]
-    copy, fired = block_writer.copy_with_checksums, []
+    copy, fired = copying.copy_with_checksums, []
 
     def disturbed(target: Any, source: Any, *columns: Any) -> list[int]:
         source[NBYTES + 7] ^= 1
