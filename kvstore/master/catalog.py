@@ -105,15 +105,13 @@ class Catalog:
 
     # -- a block comes ------------------------------------------------------------------------
 
-    def describe(
-        self, row: int, *, checksum: int, chunk_bytes: int, tenant: Tenant, charge: int
-    ) -> None:
+    def describe(self, row: int, *, checksum: int, chunk_bytes: int, tenant: Tenant) -> None:
         """Fill in what a fresh row has besides its place, and charge its tenant."""
         self.table.checksum[row] = checksum
         self.table.chunk_bytes[row] = chunk_bytes
         self.table.tenant[row] = tenant.number
         self.table.group[row] = NO_GROUP
-        tenant.used_bytes += charge
+        tenant.used_bytes += self.table.space[row]
 
     def attach(self, row: int, *, pin: int, pin_s: float, group: str, now: float) -> bool:
         """Make a COMMITTED row a block, or a further copy of one; else free its bytes.
@@ -217,7 +215,7 @@ class Catalog:
             return None
         self._last_copy_id += 1
         checksum, chunk_bytes = table.checksum[row], table.chunk_bytes[row]
-        self.describe(copy, checksum=checksum, chunk_bytes=chunk_bytes, tenant=tenant, charge=space)
+        self.describe(copy, checksum=checksum, chunk_bytes=chunk_bytes, tenant=tenant)
         batch = PutBatch(
             client=self.pool.of(row).node.name,
             batch=-self._last_copy_id,

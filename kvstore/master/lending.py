@@ -127,7 +127,6 @@ class Lending:
                 checksum=checksum,
                 chunk_bytes=chunk_bytes,
                 tenant=catalog.tenants.named(tenant),
-                charge=space,
             )
             pin = m.Pin.HARD if pinned else m.Pin.NONE
             if catalog.attach(row, pin=pin, pin_s=0.0, group=group, now=now):

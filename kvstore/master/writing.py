@@ -150,7 +150,6 @@ class Writing:
                 checksum=request.checksums[position],
                 chunk_bytes=request.chunk_bytes,
                 tenant=tenant,
-                charge=space,
             )
             if copy == 0:
                 catalog.puts.hold(key, row)

@@ -1,0 +1,89 @@
+"""A node with segments of several media, a real master and a client: in one process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from kvstore import PutOutcome
+from kvstore.client.put_options import PutOptions
+from kvstore.wire.messages import Medium
+from tests.support.pool_member import start_pool
+
+SIZE = 1 << 20
+BLOCK = 10_000
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+def segments(folder):
+    (folder / "dax").touch()
+    os.truncate(folder / "dax", SIZE)
+    return [
+        {"bytes": SIZE},
+        {"medium": "ssd", "bytes": SIZE, "path": folder / "slab", "threads": 2},
+        {"medium": "cxl", "bytes": SIZE, "path": folder / "dax"},
+    ]
+
+
+def keys_of(number):
+    return [secrets.token_bytes(16) for _ in range(number)]
+
+
+def wait_held(member, number, count):
+    deadline = time.monotonic() + WAIT_S
+    while len(member.node.segments[number].held().keys) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 1000])
+def test_blocks_go_where_they_are_wanted_and_come_back(tmp_path, stack, chunk_bytes):
+    master, (member,) = start_pool(stack, members=1, nbytes=1 << 17, segments=segments(tmp_path))
+    written, offsets = {}, np.arange(6) * BLOCK
+    for number, medium in enumerate((Medium.DRAM, Medium.SSD, Medium.CXL)):
+        member.bytes.random_()
+        keys = keys_of(6)
+        options = PutOptions(media=(medium,), chunk_bytes=chunk_bytes)
+        outcomes = member.client.put(keys, member.region, offsets, BLOCK, options=options)
+        assert set(outcomes) == {PutOutcome.STORED}
+        wait_held(member, number, 6)
+        held = member.node.segments[number].held()
+        assert sorted(held.keys) == sorted(keys)
+        if medium is Medium.SSD:
+            assert all(offset % 4096 == 0 for offset in held.offsets)
+        written[medium] = keys, member.bytes.clone()
+    for keys, content in written.values():
+        member.bytes.zero_()
+        hit = member.client.lookup_prefix(keys)
+        assert member.client.get_into(hit, member.region, offsets) == 6
+        member.client.release(hit)
+        assert bytes(member.bytes[: 6 * BLOCK]) == bytes(content[: 6 * BLOCK])
+    master.check_invariants()
+
+
+def test_a_restarted_node_brings_its_disk_back_to_the_same_master(tmp_path, stack):
+    knobs = {"segments": segments(tmp_path), "heartbeat_s": 0.1}
+    keys = keys_of(5)
+    with ExitStack() as inner:
+        _, (member,) = start_pool(inner, members=1, nbytes=1 << 17, **knobs)
+        options = PutOptions(media=(Medium.SSD,))
+        content = member.bytes.clone()
+        member.client.put(keys, member.region, np.arange(5) * BLOCK, BLOCK, options=options)
+        wait_held(member, 1, 5)
+    master, (member,) = start_pool(stack, members=1, nbytes=1 << 17, **knobs)
+    hit = member.client.lookup_prefix(keys)
+    assert member.client.get_into(hit, member.region, np.arange(5) * BLOCK) == 5
+    assert bytes(member.bytes[: 5 * BLOCK]) == bytes(content[: 5 * BLOCK])
+    member.client.release(hit)
+    master.check_invariants()
