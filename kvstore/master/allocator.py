@@ -31,7 +31,7 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _class_of(size: int) -> int:
+def class_of(size: int) -> int:
     """Return the class that a range of this size is in. Classes are in the order of sizes."""
     units = size // ALIGNMENT
     shift = units.bit_length() - CLASS_BITS - 1
@@ -52,7 +52,7 @@ class SegmentAllocator:
         self._sizes: dict[int, int] = {}  # of the free ranges, by start
         self._starts: dict[int, int] = {}  # of the free ranges, by end
         self._classes: dict[int, dict[int, dict[int, None]]] = {}  # class -> size -> starts
-        self._filled = 0  # bit i: class i has a range
+        self.filled = 0  # bit i: class i has a range; read it only
         position = 0
         for start, size in used:
             if start > position:
@@ -70,7 +70,7 @@ class SegmentAllocator:
     @property
     def largest_free(self) -> int:
         """Size of the largest block that fits now. O(ranges of the largest class)."""
-        return max(self._classes[self._filled.bit_length() - 1]) if self._filled else 0
+        return max(self._classes[self.filled.bit_length() - 1]) if self.filled else 0
 
     @property
     def free_ranges(self) -> int:
@@ -84,11 +84,18 @@ class SegmentAllocator:
         behind `LOOKED_AT_MAX` others that are too small.
         """
         assert nbytes > 0, nbytes
-        size = padded(nbytes)
-        hole = self._find(size)
-        if hole == 0:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        number = class_of(size)
+        if not self.filled >> number:
             return None
-        offset = next(reversed(self._classes[_class_of(hole)][hole]))
+        own = self._classes.get(number)
+        if own is not None and size in own:
+            hole = size
+        else:
+            number, hole = self._larger(number, size)
+            if hole == 0:
+                return None
+        offset = next(reversed(self._classes[number][hole]))
         self._delete(offset, hole)
         if hole > size:
             self._insert(offset + size, hole - size)
@@ -137,37 +144,32 @@ class SegmentAllocator:
             for number, sizes in self._classes.items()
             for size, starts in sizes.items()
             for start in starts
-            if number == _class_of(size)
+            if number == class_of(size)
         }
-        if by_class != self._sizes or self._filled != sum(1 << i for i in self._classes):
+        if by_class != self._sizes or self.filled != sum(1 << i for i in self._classes):
             self._fail("the index by size differs from the free ranges")
         if self._starts != {start + size: start for start, size in self._sizes.items()}:
             self._fail("the index by end differs from the free ranges")
 
-    def _find(self, size: int) -> int:
-        """Return the size of the free range to cut; 0 if there is none."""
-        number = _class_of(size)
-        own = self._classes.get(number)
-        if own is not None and size in own:
-            return size
-        larger = self._filled >> (number + 1)
+    def _larger(self, number: int, size: int) -> tuple[int, int]:
+        """Return class and size of the free range to cut, none being exact; size 0: none found."""
+        larger = self.filled >> (number + 1)
         if larger:
             lowest = number + (larger & -larger).bit_length()
-            return next(reversed(self._classes[lowest]))
-        if own is not None:
-            for _, hole in zip(range(LOOKED_AT_MAX), reversed(own), strict=False):
-                if hole > size:
-                    return hole
-        return 0
+            return lowest, next(reversed(self._classes[lowest]))
+        for _, hole in zip(range(LOOKED_AT_MAX), reversed(self._classes[number]), strict=False):
+            if hole > size:
+                return number, hole
+        return number, 0
 
     def _insert(self, start: int, size: int) -> None:
         self._sizes[start] = size
         self._starts[start + size] = start
-        number = _class_of(size)
+        number = class_of(size)
         sizes = self._classes.get(number)
         if sizes is None:
             self._classes[number] = {size: {start: None}}
-            self._filled |= 1 << number
+            self.filled |= 1 << number
         elif size in sizes:
             sizes[size][start] = None
         else:
@@ -176,7 +178,7 @@ class SegmentAllocator:
     def _delete(self, start: int, size: int) -> None:
         del self._sizes[start]
         del self._starts[start + size]
-        number = _class_of(size)
+        number = class_of(size)
         sizes = self._classes[number]
         starts = sizes[size]
         del starts[start]
@@ -184,7 +186,7 @@ class SegmentAllocator:
             del sizes[size]
             if not sizes:
                 del self._classes[number]
-                self._filled ^= 1 << number
+                self.filled ^= 1 << number
 
     @staticmethod
     def _fail(problem: str) -> None:

@@ -33,8 +33,7 @@ class BlockIndex:
             False if other bytes of this name, or another copy in this segment, are there.
         """
         table = self._table
-        key = table.keys[row]
-        first = self.rows.setdefault(key, row)
+        first = self.rows.setdefault(table.keys[row], row)
         if first == row:
             return True
         if not self.same_bytes(first, row):

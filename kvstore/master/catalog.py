@@ -118,26 +118,26 @@ class Catalog:
 
         A further copy is pinned and grouped as the block is.
         """
-        table = self.table
+        table, tenant = self.table, self.table.tenant[row]
         key = table.keys[row]
         first = self.index.rows.get(key)
         if first is not None:
             pin, table.group[row] = table.pin[first], table.group[first]
-            if table.tenant[first] != table.tenant[row] or not self.index.attach(row):
+            if table.tenant[first] != tenant or not self.index.attach(row):
                 self._free(row)
                 return False
         else:
             self.index.attach(row)
-            tenant = table.tenant[row]
             self.tenants[tenant].blocks += 1
             if pin:
                 self.pins.enter(key, pin, pin_s, now)
             if group:
                 table.group[row] = self.groups.enter(tenant, group, key)
-        table.pin[row] = pin
+        if pin:
+            table.pin[row] = pin
         parent = None if self.expected is None else self.expected.parent(key)
-        self.pool.of(row).enter(row, parent)
-        if table.tenant[row]:
+        self.pool.segments[table.segment[row]].enter(row, parent)
+        if tenant:
             self.tenants.order(row)
         self._uses += 1
         table.used_at[row] = self._uses
@@ -152,15 +152,14 @@ class Catalog:
         row = self.puts.take(batch, place)
         if row is None:
             return False
-        if self.table.state[row] == QUARANTINED:  # too late, but now its bytes are at rest
+        table = self.table
+        if table.state[row] == QUARANTINED:  # too late, but now its bytes are at rest
             self._free(row)
             return False
-        self.pool.of(row).become(row, COMMITTED)
-        key = self.table.keys[row]
-        is_new = key not in self.index.rows
+        self.pool.segments[table.segment[row]].become(row, COMMITTED)
         if not self.attach(row, pin=batch.pin, pin_s=batch.pin_s, group=batch.group, now=now):
             return False
-        self.counts["stored"] += is_new
+        self.counts["stored"] += table.sibling[row] == row  # the first copy
         return True
 
     def settle(self, batch: PutBatch, place: int) -> int:

@@ -54,9 +54,14 @@ _ARROWS: Final = frozenset(
 )
 
 
-def check_arrow(before: int, after: int, where: str) -> None:
+_IS_ARROW: Final = tuple(
+    tuple((before, after) in _ARROWS for after in CopyState) for before in CopyState
+)
+
+
+def check_arrow(before: int, after: int, where: object) -> None:
     """Raise InvariantViolated if the diagram has no such arrow."""
-    if (before, after) not in _ARROWS:
+    if not _IS_ARROW[before][after]:
         raise InvariantViolated(
-            where=where, problem=f"{CopyState(before).name} -> {CopyState(after).name}"
+            where=str(where), problem=f"{CopyState(before).name} -> {CopyState(after).name}"
         )

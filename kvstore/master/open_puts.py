@@ -95,7 +95,9 @@ class OpenPuts:
         row = batch.rows.pop(place, None)
         if row is None:
             return None
-        if self._table.state[row] == OPEN:
+        if batch.replicas == 1 and self.writers.get(self._table.keys[row]) == row:
+            del self.writers[self._table.keys[row]]
+        elif self._table.state[row] == OPEN:
             self._let_go(batch, place, row)
         if not batch.rows:
             self._forget(batch)

@@ -12,19 +12,28 @@ from kvstore.master.segment import Node, Segment
 from kvstore.wire.messages import Medium, NodeAddress, PutOutcome
 
 MEDIA: Final = tuple(Medium)  # fastest first
+RUN_MAX: Final = 15  # evictions of a request in one segment before ages are compared again
 EVICTED_MAX: Final = 16  # times a block's own size may go for it: then its segment is in pieces
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Candidates:
     """Where blocks of one request may go: sets of segments, the better sets first.
 
     A block exists to outlive its writer, so evicting an old block elsewhere comes before using
     free space at home. Within a set: preferred nodes, then faster media, then more free space, so
     that a batch stays on few nodes.
+
+    Attributes:
+        sets: The segments.
+        evicting: Where the last eviction was; it goes on there for `runs_on` further ones, before
+            the ages of all are compared again.
+        runs_on: See there.
     """
 
     sets: tuple[tuple[Segment, ...], ...]
+    evicting: Segment | None = None
+    runs_on: int = 0
 
 
 class SegmentPool:
@@ -184,13 +193,34 @@ class SegmentPool:
             if without:
                 allowed = tuple(s for s in group if s.node.domain not in without)
             for segment in allowed:
-                row = segment.place(key, length, space)
-                if row is not None:
-                    return row
-            for segment in sorted(allowed, key=self._age) if len(allowed) > 1 else allowed:
-                row = self._make_room(segment, key, length, space)
-                if row is not None:
-                    return row
+                if segment.may_fit(space):
+                    row = segment.place(key, length, space)
+                    if row is not None:
+                        return row
+            row = self._evict_for(key, length, space, allowed, candidates)
+            if row is not None:
+                return row
+        return None
+
+    def _evict_for(
+        self,
+        key: bytes,
+        length: int,
+        space: int,
+        segments: Sequence[Segment],
+        candidates: Candidates,
+    ) -> int | None:
+        last = candidates.evicting
+        if candidates.runs_on and last is not None and last in segments:
+            candidates.runs_on -= 1
+            row = self._make_room(last, key, length, space)
+            if row is not None:
+                return row
+        for segment in sorted(segments, key=self._age) if len(segments) > 1 else segments:
+            row = self._make_room(segment, key, length, space)
+            if row is not None:
+                candidates.evicting, candidates.runs_on = segment, RUN_MAX
+                return row
         return None
 
     def why_not(self, space: int) -> PutOutcome:

@@ -8,7 +8,7 @@ from typing import Final
 from kvstore.errors import InvariantViolated
 from kvstore.eviction import EvictionPolicy, RowQueue
 from kvstore.eviction.rows import HELD
-from kvstore.master.allocator import ReservedRanges, SegmentAllocator
+from kvstore.master.allocator import ReservedRanges, SegmentAllocator, class_of
 from kvstore.master.copy_state import (
     COMMITTED,
     FREE,
@@ -129,6 +129,12 @@ class Segment:
         self.bytes_in[COMMITTED] += space
         return row
 
+    def may_fit(self, space: int) -> bool:
+        """Tell, fast, whether `place` is worth a try: no means no."""
+        return isinstance(self._space, SegmentAllocator) and bool(
+            self._space.filled >> class_of(space)
+        )
+
     def place(self, key: bytes, length: int, space: int) -> int | None:
         """Return a row for an open copy; None if no free range is large enough."""
         if not isinstance(self._space, SegmentAllocator):
@@ -152,7 +158,7 @@ class Segment:
     def become(self, row: int, state: int) -> None:
         """Change the state of a copy here; FREE and LOST give its bytes, but not its row, back."""
         table, before = self._table, self._table.state[row]
-        check_arrow(before, state, f"row {row} in segment {self.where}")
+        check_arrow(before, state, self.where)
         space = table.space[row]
         table.state[row] = state
         self.bytes_in[before] -= space

@@ -94,6 +94,8 @@ class Writing:
             prefer=request.prefer,
             media=request.media,
         )
+        chunk_bytes = request.chunk_bytes
+        spaces = {n: padded(n + table_bytes(n, chunk_bytes)) for n in set(request.lengths)}
         outcomes: list[m.PutOutcome] = []
         for position, key in enumerate(request.keys):
             row = index.get(key)
@@ -102,7 +104,8 @@ class Writing:
             elif key in writers or position * batch.replicas in batch.rows:
                 outcome = self._being_written(key, batch, position)
             else:
-                outcome = self._place(request, position, batch, tenant, candidates)
+                space = spaces[request.lengths[position]]
+                outcome = self._place(request, position, space, batch, tenant, candidates)
             outcomes.append(outcome)
         return outcomes
 
@@ -130,6 +133,7 @@ class Writing:
         self,
         request: m.Allocate,
         position: int,
+        space: int,
         batch: PutBatch,
         tenant: Tenant,
         candidates: Candidates,
@@ -137,7 +141,6 @@ class Writing:
         """Open the copies of a block: the first with all means, others on other domains."""
         catalog = self._catalog
         key, length = request.keys[position], request.lengths[position]
-        space = padded(length + table_bytes(length, request.chunk_bytes))
         domains: list[str] = []
         for copy in range(batch.replicas):
             if tenant.quota_bytes is not None and not catalog.make_way(tenant, space):
