@@ -1,52 +1,28 @@
-"""How the messages of one epoch travel: writes out, waits in, and what a failure is called.
+"""How the messages of one epoch travel: writes out, waits in.
 
-    lost peer                      -> PassFailed, suspect: that rank
-    no message for pass_timeout_s  -> PassFailed, suspects: the ranks whose message is missing
-    refused write                  -> PassFailed, no suspects: the peer has left this epoch
-    transfer.Interrupted           -> passes through
-
-A wait is extended as long as messages arrive: it is cut into looks, and only so many of them in a
-row without a message are silence. A look during which this process itself was stopped does not
-count, once: who did not look cannot say that nothing came.
+What a failure is called, and how long is waited, says `dispatch.waiting`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from dispatch.errors import DispatchError, PassFailed
 from dispatch.exchange import Exchange
 from dispatch.growth import append_grant, read_grant, read_note, with_grant, write_note
 from dispatch.layout import Bytes
 from dispatch.message import GRANT, SPILLED, Stamp, marks_of
 from dispatch.statistics import Counters
+from dispatch.waiting import PEER_ERRORS, Waiting
 from dispatch.windows import ReceiveWindow, SendWindow, StagedPart, Staging
-from transfer import (
-    Access,
-    AccessRefused,
-    ImmediateTimeout,
-    PeerLost,
-    PeerUnknown,
-    TransferError,
-    TransferTimeout,
-)
+from transfer import Access
 
 if TYPE_CHECKING:
-    from transfer import RegionKey, Transfer, TransferEngine
+    from transfer import RegionKey, TransferEngine
 
 logger = logging.getLogger(__name__)
-
-EPOCH_MASK = 0xFF_FFFF
-WINDOW_BITS = 3
-LOOKS = 4  # a message may come just after a look began: silence is noticed within 5/4 of its time
-STALL_FACTOR = 0.5  # a look that took so much of that time too long was not ours to judge
-
-# What one peer's state can do to a write. Anything else (the engine was closed) is not its doing.
-PEER_ERRORS = (PeerLost, PeerUnknown, AccessRefused, TransferTimeout)
 
 Size = Callable[[int], int]  # position of a member -> bytes of the message for it
 Write = Callable[[int, Bytes], int]  # position of a member, buffer -> bytes written
@@ -70,11 +46,6 @@ class Route(NamedTuple):
     i: int
     target: SendWindow
     windows: ReceiveWindow
-
-
-def immediate_of(epoch: int, window: int) -> int:
-    """Return the immediate that announces a message: 24 bits of the epoch, 3 of the window."""
-    return (epoch & EPOCH_MASK) << WINDOW_BITS | window
 
 
 class Delivery:
@@ -111,7 +82,6 @@ class Delivery:
         self._timeout_s = timeout_s
         self._counters = counters
         self._staging = staging
-        self._rank_of = {name: rank for rank, name in peers.items()}
         position = {rank: i for i, rank in enumerate(exchange.members)}
         # Everybody starts with the next rank, so that no rank is everybody's first.
         rotated = sorted(peers, key=lambda rank: (position[rank] - exchange.me) % len(position))
@@ -122,19 +92,17 @@ class Delivery:
         # Keys of grown windows, for the next message of the same microbatch to that rank.
         self._grants: dict[tuple[int, int], RegionKey] = {}  # (rank, window of that message)
         numbers = range(num_windows)
-        self._immediates = [immediate_of(epoch, window) for window in numbers]
-        self._due = [
-            {(name, immediate): 1 for name in peers.values()} for immediate in self._immediates
-        ]
+        self._waiting = Waiting(
+            engine, epoch=epoch, timeout_s=timeout_s, peers=peers, num_windows=num_windows
+        )
         self._buffers: list[dict[int, Bytes]] = [
             {position[rank]: mine.parts[window] for rank, mine in windows.items()}
             for window in numbers
         ]
-        self._transfers: list[list[tuple[int, Transfer]]] = [[] for _ in numbers]
 
     def first_messages(self) -> list[tuple[str, int]]:
         """Return (peer, immediate) of the messages that may begin a pass."""
-        return [key for due in self._due[::2] for key in due]
+        return self._waiting.first_messages()
 
     def send(self, stamp: Stamp, size: Size, write: Write) -> None:
         """Send one message to every peer.
@@ -147,7 +115,7 @@ class Delivery:
         Raises:
             PassFailed.
         """
-        self._settle(stamp)
+        self._waiting.settle(stamp)
         for route in self._routes:
             self._send(stamp, route, size(route.position), write)
 
@@ -172,7 +140,7 @@ class Delivery:
         if not self._routes:
             return {}
         start = time.monotonic()
-        self._receive(stamp, timeout_s)
+        self._waiting.arrive(stamp, timeout_s)
         self._counters.waited_s += time.monotonic() - start
         buffers = self._buffers[stamp.window]
         for route in self._routes:
@@ -180,20 +148,6 @@ class Delivery:
             if marks:
                 self._follow(stamp, shared, route, marks)
         return buffers
-
-    def _settle(self, stamp: Stamp) -> None:
-        """Finish the writes of two phases ago, whose staging is needed now.
-
-        They have arrived, as the peers' later messages show; what is awaited here is only the
-        engine's own account of it.
-        """
-        transfers = self._transfers[stamp.window]
-        for rank, transfer in transfers:
-            try:
-                transfer.wait(self._timeout_s)
-            except PEER_ERRORS as error:
-                raise self._failed(stamp, error, rank) from error
-        transfers.clear()
 
     def _send(self, stamp: Stamp, route: Route, nbytes: int, write: Write) -> None:
         window, target = stamp.window, route.target
@@ -206,7 +160,7 @@ class Delivery:
                 part = mapped.array[target.offsets[window] :]
                 nbytes = self._assemble(part, route, nbytes, write, grant)
                 transfer = mapped.announce(
-                    nbytes, self._immediates[window], timeout_s=self._timeout_s
+                    nbytes, self._waiting.immediates[window], timeout_s=self._timeout_s
                 )
             else:
                 staged, nbytes = self._stage(window, route, nbytes, room, write, grant)
@@ -217,12 +171,12 @@ class Delivery:
                     staged.offset,
                     target.offsets[window],
                     nbytes,
-                    immediate=self._immediates[window],
+                    immediate=self._waiting.immediates[window],
                     timeout_s=self._timeout_s,
                 )
         except PEER_ERRORS as error:
-            raise self._failed(stamp, error, route.rank) from error
-        self._transfers[window].append((route.rank, transfer))
+            raise self._waiting.failed(stamp, error, route.rank) from error
+        self._waiting.transfers[window].append((route.rank, transfer))
 
     def _assemble(
         self, part: Bytes, route: Route, nbytes: int, write: Write, grant: RegionKey | None
@@ -272,7 +226,7 @@ class Delivery:
                 )
                 reading.wait()
             except PEER_ERRORS as error:
-                raise self._failed(stamp, error, rank) from error
+                raise self._waiting.failed(stamp, error, rank) from error
             buffers[route.position] = route.windows.parts[window]
             # The answer of this microbatch: the peer reads it before it writes here again.
             self._grants[rank, window ^ 1] = route.windows.grant(window)
@@ -282,60 +236,3 @@ class Delivery:
         if marks & GRANT:
             key = read_grant(buffers[route.position], shared, source=rank, owner=name)
             route.target.accept(window ^ 1, key)
-
-    def _receive(self, stamp: Stamp, timeout_s: float | None) -> None:
-        due = self._due[stamp.window]
-        missing: frozenset[tuple[str, int]] = frozenset(due)
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        silent_looks, stalled = 0, False
-        while True:
-            start = time.monotonic()
-            look_s = min(self._timeout_s / LOOKS, max(deadline - start, 0.0))
-            try:
-                self._engine.expect(due, timeout_s=look_s)
-            except ImmediateTimeout as error:
-                still_missing = frozenset(error.missing)
-                now = time.monotonic()
-                if now - start - look_s > self._timeout_s * STALL_FACTOR and not stalled:
-                    stalled = True
-                    continue
-                silent_looks = 0 if still_missing < missing else silent_looks + 1
-                missing = still_missing
-                if silent_looks < LOOKS and now < deadline:
-                    continue
-                silence_s = (
-                    self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
-                )
-                raise self._silent(stamp, missing, silence_s) from error
-            except PeerLost as error:
-                raise self._failed(stamp, error, self._rank_of.get(error.peer)) from error
-            return
-
-    def _silent(
-        self, stamp: Stamp, missing: frozenset[tuple[str, int]], timeout_s: float
-    ) -> DispatchError:
-        """Name the reason for silence: a write that failed, or ranks that sent nothing."""
-        for rank, transfer in self._transfers[stamp.window]:
-            if transfer.done():
-                try:
-                    transfer.wait(0)
-                except PEER_ERRORS as error:
-                    return self._failed(stamp, error, rank)
-        ranks = tuple(sorted(self._rank_of[name] for name, _ in missing))
-        evidence = f"no {stamp.phase} message for {timeout_s:.3g} s"
-        return self._pass_failed(stamp, ranks, evidence)
-
-    def _failed(self, stamp: Stamp, error: TransferError, rank: int | None) -> PassFailed:
-        # A refused write is no sign of death: the peer has withdrawn its windows and gone on.
-        suspects = () if rank is None or isinstance(error, AccessRefused) else (rank,)
-        return self._pass_failed(stamp, suspects, f"{type(error).__name__}: {error}")
-
-    def _pass_failed(self, stamp: Stamp, suspects: tuple[int, ...], evidence: str) -> PassFailed:
-        return PassFailed(
-            epoch=stamp.epoch,
-            pass_id=stamp.pass_id,
-            layer=stamp.layer,
-            phase=stamp.phase.value,
-            suspects=suspects,
-            evidence=evidence,
-        )

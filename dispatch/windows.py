@@ -64,6 +64,35 @@ def _facts(layout: DispatchLayout) -> tuple[int, ...]:
     )
 
 
+def offer_head(layout: DispatchLayout, epoch: int) -> bytes:
+    """Return how an offer begins: for which epoch and which messages it is."""
+    return _OFFER.pack(epoch, *_facts(layout))
+
+
+def read_offer_head(offer: bytes, layout: DispatchLayout, *, rank: int, epoch: int) -> bytes:
+    """Return what follows the head of an offer.
+
+    Raises:
+        StaleEpoch: It is for another epoch.
+        LayoutMismatch: The peer was configured with other sizes.
+    """
+    if len(offer) < _OFFER.size:
+        raise LayoutMismatch(
+            rank=rank, name="bytes", observed=len(offer), expected=f">= {_OFFER.size}"
+        )
+    offered_epoch, *facts = _OFFER.unpack_from(offer)
+    if offered_epoch != epoch:
+        raise StaleEpoch(
+            what=f"offer of rank {rank}",
+            observed=f"epoch {offered_epoch}",
+            expected=f"epoch {epoch}",
+        )
+    for name, observed, expected in zip(_NAMES, facts, _facts(layout), strict=True):
+        if observed != expected:
+            raise LayoutMismatch(rank=rank, name=name, observed=observed, expected=expected)
+    return offer[_OFFER.size :]
+
+
 def window_sizes(
     layout: DispatchLayout, num_experts: int, num_choices: int | None = None
 ) -> list[int]:
@@ -160,7 +189,7 @@ class ReceiveWindow:
     def offer(self, layout: DispatchLayout, epoch: int) -> bytes:
         """Return what the peer needs for writing to the windows."""
         sizes = struct.pack(f"<{len(self._sizes)}Q", *self._sizes)
-        return _OFFER.pack(epoch, *_facts(layout)) + sizes + self._key.encode()
+        return offer_head(layout, epoch) + sizes + self._key.encode()
 
     def grow(self, window: int, nbytes: int) -> Region:
         """Make room for a message; return the region to read it into. The old bytes are gone."""
@@ -212,23 +241,13 @@ class SendWindow:
             LayoutMismatch: The peer was configured with other sizes.
         """
         num_windows = 2 * layout.microbatches
-        keys_at = _OFFER.size + num_windows * _SIZE_BYTES
-        if len(offer) < keys_at:
+        rest = read_offer_head(offer, layout, rank=rank, epoch=epoch)
+        keys_at = num_windows * _SIZE_BYTES
+        if len(rest) < keys_at:
             raise LayoutMismatch(
-                rank=rank, name="bytes", observed=len(offer), expected=f">= {keys_at}"
+                rank=rank, name="bytes", observed=len(rest), expected=f">= {keys_at}"
             )
-        offered_epoch, *facts = _OFFER.unpack_from(offer)
-        if offered_epoch != epoch:
-            raise StaleEpoch(
-                what=f"offer of rank {rank}",
-                observed=f"epoch {offered_epoch}",
-                expected=f"epoch {epoch}",
-            )
-        for name, observed, expected in zip(_NAMES, facts, _facts(layout), strict=True):
-            if observed != expected:
-                raise LayoutMismatch(rank=rank, name=name, observed=observed, expected=expected)
-        sizes = struct.unpack_from(f"<{num_windows}Q", offer, _OFFER.size)
-        return cls(RegionKey.decode(offer[keys_at:]), sizes)
+        return cls(RegionKey.decode(rest[keys_at:]), struct.unpack_from(f"<{num_windows}Q", rest))
 
 
 class StagedPart(NamedTuple):

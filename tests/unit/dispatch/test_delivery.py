@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from dispatch import PassFailed
-from dispatch.delivery import LOOKS, Delivery, immediate_of
+from dispatch.delivery import Delivery
 from dispatch.message import Stamp
+from dispatch.waiting import LOOKS, immediate_of
 from dispatch.windows import SendWindow, StagedPart
 from transfer import AccessRefused, EngineClosed, ImmediateTimeout, Interrupted, PeerLost
 
