@@ -17,22 +17,27 @@ SEGMENT = 8 << 20
 class Pool:
     """Everything is closed with the stack; `connect` makes further stores."""
 
-    def __init__(self, stack: ExitStack, *, nodes: int = 1, **knobs: Any) -> None:
+    def __init__(self, stack: ExitStack, *, nodes: int = 1, masters: int = 1, **knobs: Any) -> None:
         self.secret = secrets.token_bytes(16)
         defaults = {"segment_bytes": SEGMENT, "request_timeout_s": WAIT_S}
         self.config = KVStoreConfig(**{**defaults, **knobs})
         self.stack = stack
-        self.master = stack.enter_context(MasterServer(self.config, secret=self.secret))
+        self.masters = [
+            stack.enter_context(MasterServer(self.config, secret=self.secret))
+            for _ in range(masters)
+        ]
+        self.master = self.masters[0]
+        self.addresses = [master.address for master in self.masters]
         self.nodes = [self._node() for _ in range(nodes)]
         self.store = self.connect()
 
     def connect(self, **options: Any) -> Store:
         options = {"config": self.config, "secret": self.secret, **options}
-        return self.stack.enter_context(Store.connect(self.master.address, **options))
+        return self.stack.enter_context(Store.connect(self.addresses, **options))
 
     def _node(self) -> StoreNode:
         engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=self.secret)
-        node = StoreNode(engine, self.master.address, self.config, secret=self.secret)
+        node = StoreNode(engine, self.addresses, self.config, secret=self.secret)
         engine.on_notify(lambda peer, payload: node.on_notify(peer, payload) and None)
         self.stack.enter_context(engine)
         self.stack.enter_context(node)

@@ -243,10 +243,19 @@ def as_array(target) -> np.ndarray:
 @pytest.mark.parametrize("backend", [TransferBackend.SHARED_MEMORY, TransferBackend.TCP])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 def test_the_store_is_a_dictionary(tight, backend):
+    compare(backend, tight=tight, masters=1)
+
+
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+def test_with_several_masters_too(tight):
+    compare(TransferBackend.SHARED_MEMORY, tight=tight, masters=3)
+
+
+def compare(backend: TransferBackend, *, tight: bool, masters: int) -> None:
     seed = secrets.randbits(32)
     with ExitStack() as stack:
-        segment_bytes = 1 << 17 if tight else 4 << 20
-        pool = Pool(stack, nodes=2, segment_bytes=segment_bytes, lease_s=5.0)
+        segment_bytes = (1 << 17 if tight else 4 << 20) * masters
+        pool = Pool(stack, nodes=2, masters=masters, segment_bytes=segment_bytes, lease_s=5.0)
         sides = [Side(pool, stack, backend) for _ in range(2)]
         model = Model(random.Random(seed), sides, tight=tight)
         for number in range(STEPS):
@@ -254,17 +263,19 @@ def test_the_store_is_a_dictionary(tight, backend):
                 model.step()
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}, step {number}: {error}") from error
-        pool.master.check_invariants()
-        figures = pool.master.statistics()
-        assert figures.open_puts == figures.quarantined_bytes == 0, seed
-        assert figures.corrupt_blocks == figures.unreachable_blocks == 0, seed
+        for master in pool.masters:
+            master.check_invariants()
+            figures = master.statistics()
+            assert figures.open_puts == figures.quarantined_bytes == 0, seed
+            assert figures.corrupt_blocks == figures.unreachable_blocks == 0, seed
         for side in sides:
             side.store.remove_batch(model.keys)
             side.store.close()
 
         def all_free() -> bool:
-            pool.master.check_invariants()
-            now = pool.master.statistics()
-            return now.leases == 0 and now.free_bytes == now.capacity_bytes
+            for master in pool.masters:
+                master.check_invariants()
+            figures = [master.statistics() for master in pool.masters]
+            return all(f.leases == 0 and f.free_bytes == f.capacity_bytes for f in figures)
 
         eventually(all_free, f"every byte is free again, seed {seed}")
