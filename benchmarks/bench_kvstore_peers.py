@@ -10,6 +10,7 @@ median over the rounds is judged. Peers whose server is not installed are left o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import statistics
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +26,7 @@ from rich.console import Console
 from benchmarks.harness import Recorder
 from benchmarks.peer_environment import default_folder, peer_environment, store_clients
 from benchmarks.transfer_bars import Case, Figures, Verdict, figure_table, paired, verdict_table
-from benchmarks.transfer_sides import SideFailed, SideProcess, running
+from benchmarks.transfer_sides import SideFailed, SideProcess
 
 SIZES = ((65536, 1), (1 << 20, 1), (16 << 20, 1), (16384, 1000))
 SAME_HOST = ("mooncake local", "mooncake dummy", "redis", "valkey")
@@ -43,33 +45,41 @@ def cases_of(clients: tuple[int, ...]) -> list[Case]:
     return [Case(transport="1 client", op="get", size=4096, blocks=1), *found]
 
 
-def start_sides(peers: Path, folder: Path) -> list[SideProcess]:
-    """Start what can be started; say on standard error what cannot."""
+@contextlib.contextmanager
+def started(
+    peers: Path, folder: Path, wanted: list[str] | None
+) -> Iterator[dict[str, SideProcess]]:
+    """Start what can be started, one after the other; say on standard error what cannot."""
     environment = peer_environment(peers)
     store_clients(environment)
-    sides = [
-        SideProcess.start(name, Path(sys.executable), "our_store.py", backend,
-                          spins=False, logs=folder)
-        for name, backend in ((OURS, "shared_memory"), (OURS_TCP, "tcp"))
-    ]  # fmt: skip
-    sides.append(SideProcess.start(MEMCPY, environment.python, "memcpy_store.py",
-                                   spins=False, logs=folder))  # fmt: skip
+    commands: dict[str, tuple[Path, list[str]]] = {
+        OURS: (Path(sys.executable), ["our_store.py", "shared_memory"]),
+        OURS_TCP: (Path(sys.executable), ["our_store.py", "tcp"]),
+        MEMCPY: (environment.python, ["memcpy_store.py"]),
+    }
     if "mooncake" in environment.missing:
         sys.stderr.write(f"mooncake is left out: {environment.missing['mooncake']}\n")
     else:
-        sides += [
-            SideProcess.start(f"mooncake {layout}", environment.python, "mooncake_store.py",
-                              layout, str(folder), spins=False, logs=folder)
-            for layout in ("remote", "local", "dummy")
-        ]  # fmt: skip
+        for layout in ("remote", "local", "dummy"):
+            words = ["mooncake_store.py", layout, str(folder)]
+            commands[f"mooncake {layout}"] = (environment.python, words)
     servers = {"redis": shutil.which("redis-server"), "valkey": _valkey(environment.python)}
     for kind, server in servers.items():
         if server is None:
             sys.stderr.write(f"{kind} is left out: no {kind}-server\n")
-            continue
-        sides.append(SideProcess.start(kind, environment.python, "redis_store.py", kind, server,
-                                       str(folder), spins=False, logs=folder))  # fmt: skip
-    return sides
+        else:
+            words = ["redis_store.py", kind, server, str(folder)]
+            commands[kind] = (environment.python, words)
+    with contextlib.ExitStack() as stack:
+        sides = {}
+        for name, (python, words) in commands.items():
+            if wanted and name not in wanted:
+                continue
+            side = SideProcess.start(name, python, *words, spins=False, logs=folder)
+            stack.callback(side.close)
+            side.wait_ready()
+            sides[name] = side
+        yield sides
 
 
 def _valkey(python: Path) -> str | None:
@@ -163,17 +173,17 @@ def main() -> None:
     end = time.monotonic() + 60 * options.minutes
     cases = cases_of(tuple(options.clients or (1, 4)))
     figures: Figures = {}
-    with tempfile.TemporaryDirectory(prefix="kv") as folder:
-        started = start_sides(options.peers, Path(folder))
-        with running(started) as sides:
-            wanted = {n: s for n, s in sides.items() if not options.only or n in options.only}
-            longest = 0.0
-            for number in range(options.rounds):
-                begin = time.monotonic()
-                if begin + longest > end:
-                    break
-                one_round(wanted, cases, number, options.seconds, figures)
-                longest = max(longest, time.monotonic() - begin)
+    with (
+        tempfile.TemporaryDirectory(prefix="kv") as folder,
+        started(options.peers, Path(folder), options.only) as sides,
+    ):
+        longest = 0.0
+        for number in range(options.rounds):
+            begin = time.monotonic()
+            if begin + longest > end:
+                break
+            one_round(sides, cases, number, options.seconds, figures)
+            longest = max(longest, time.monotonic() - begin)
     found = verdicts_of(figures, cases)
     console = Console(width=max(Console().width, 150))
     names = [OURS, OURS_TCP, "mooncake remote", *SAME_HOST, MEMCPY]
