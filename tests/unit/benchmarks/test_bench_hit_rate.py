@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -58,7 +58,9 @@ def test_two_tiers_of_lru_hit_what_one_as_large_as_both_hits():
 
 
 def test_what_was_not_used_again_is_not_written_to_the_ssd():
-    requests = [[i] for i in range(100)] + [[i] for i in range(95, 100)] + [[i] for i in range(200)]
+    requests = (
+        [[i] for i in range(100)] + [[i] for i in range(95, 100)] + [[i] for i in range(200, 400)]
+    )
     cache = Cache(Eviction.LRU, (10, 50), Tiering(Admission.SECOND_HIT, 1))
     replay(requests, cache)
     assert cache.ssd_writes == 5
@@ -72,7 +74,7 @@ def test_charts_are_well_formed_and_have_every_line():
     for name in ("lru: x", "lru: y", "other"):
         for x in (1_000, 10_000, 100_000):
             panel.add(name, x, x / 200_000)
-    root = ElementTree.fromstring(line_charts([panel, panel]))
+    root = ET.fromstring(line_charts([panel, panel]))
     texts = [element.text for element in root.iter() if element.tag.endswith("text")]
     assert texts.count("a < b") == 2
     assert {"lru: x", "lru: y", "other"} <= set(texts)
