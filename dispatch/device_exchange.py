@@ -257,8 +257,18 @@ class DeviceExchange:
 
     def result_offset(self, dtype: torch.dtype) -> int:
         """Return at which byte of all of a member's `incoming(1)` this rank's message goes."""
+        return self.result_window(self.me, dtype)[0]
+
+    def result_window(self, member: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Return offset and bytes of what one member may write to in `incoming(1)`.
+
+        Args:
+            member: Its position.
+            dtype: In which type results travel.
+        """
         row_bytes = self._layout.hidden * dtype.itemsize
-        return self.me * self._window_rows(row_bytes) * row_bytes
+        nbytes = self._window_rows(row_bytes) * row_bytes
+        return member * nbytes, nbytes
 
     def finish(self, sent: Sent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the results in `incoming(1)`.
