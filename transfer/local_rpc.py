@@ -41,6 +41,7 @@ MAC_BYTES: Final = 32
 IDENTITY_BYTES_MAX: Final = 256
 CALLERS_MAX: Final = 4096
 PROOF_S_MAX: Final = 10.0
+REST_S: Final = 0.1
 ANYWHERE: Final = ("0.0.0.0", "*")
 _LENGTH: Final = struct.Struct("<I")
 _RECEIVE_BYTES: Final = 1 << 18
@@ -219,6 +220,7 @@ class Exchange:
         self._name = socket_name(address, secret)
         self._callers: dict[int, _Caller] = {}
         self._closing = False
+        self._resting = 0.0  # until when nobody is accepted
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
@@ -253,12 +255,16 @@ class Exchange:
     def _run(self) -> None:
         try:
             while not self._closing:
-                for descriptor, events in self._epoll.poll(PROOF_S_MAX):
+                pause_s = REST_S if self._resting else PROOF_S_MAX
+                for descriptor, events in self._epoll.poll(pause_s):
                     if descriptor == self._listener.fileno():
                         self._accept()
                     elif descriptor in self._callers:
                         self._serve(self._callers[descriptor], events)
                 self._drop_unproved()
+                if self._resting and time.monotonic() > self._resting:
+                    self._resting = 0.0
+                    self._epoll.register(self._listener, select.EPOLLIN)
         finally:
             self._listener.close()
             for caller in list(self._callers.values()):
@@ -267,8 +273,10 @@ class Exchange:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError as error:
-            logger.warning("a local caller was not accepted: %s", error)
+        except OSError as error:  # no descriptors: it would be ready again at once, and for long
+            logger.warning("local callers are not accepted for a moment: %s", error)
+            self._epoll.unregister(self._listener)
+            self._resting = time.monotonic() + REST_S
             return
         if len(self._callers) >= CALLERS_MAX:
             sock.close()

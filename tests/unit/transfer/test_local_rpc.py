@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import resource
 import socket
 import struct
 import threading
@@ -154,3 +157,32 @@ def test_only_addresses_of_this_host_are_ours() -> None:
     assert is_ours("127.0.0.1")
     assert not is_ours("192.0.2.1")
     assert not is_ours("no such host")
+
+
+def test_a_server_without_descriptors_serves_those_it_has(server: RpcServer) -> None:
+    client = RpcClient(server.address, SECRET, identity="a")
+    client.request(b"warm", timeout_s=SOON_S)
+    held = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with socket.socket(socket.AF_UNIX) as late:
+            late.settimeout(SOON_S)
+            number = os.open(os.devnull, os.O_RDONLY)
+            held.append(number)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (number + 1, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.open(os.devnull, os.O_RDONLY))
+            late.connect(socket_name(server.address, SECRET))
+            begin = time.process_time()
+            time.sleep(0.5)
+            assert time.process_time() - begin < 0.25, "nobody spins"
+            assert client.request(b"x", timeout_s=SOON_S) == b"rpc-local|x"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in held:
+            os.close(number)
+    other = RpcClient(server.address, SECRET, identity="b")
+    assert other.request(b"y", timeout_s=SOON_S).endswith(b"|y")
+    other.close()
+    client.close()
