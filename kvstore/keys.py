@@ -74,9 +74,8 @@ def prefix_keys(
 
 def _digest(*parts: str) -> bytes:
     # Lengths go in too, or ("ab", "c") and ("a", "bc") would be one name.
-    state = xxhash.xxh3_128()
+    framed: list[bytes] = []
     for part in parts:
         encoded = part.encode()
-        state.update(len(encoded).to_bytes(8, "little"))
-        state.update(encoded)
-    return state.digest()
+        framed += (len(encoded).to_bytes(8, "little"), encoded)
+    return xxhash.xxh3_128_digest(b"".join(framed))

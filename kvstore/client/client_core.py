@@ -122,9 +122,9 @@ class ClientCore:
         """
         if len(keys) > m.KEYS_MAX:
             raise InvalidKey(problem=f"{len(keys)} in one call, at most {m.KEYS_MAX}")
-        for key in keys:
-            if type(key) is not bytes or len(key) != KEY_BYTES:
-                raise InvalidKey(problem=f"a key has {KEY_BYTES} bytes, got {key!r:.40}")
+        if not set(map(type, keys)) <= {bytes} or not set(map(len, keys)) <= {KEY_BYTES}:
+            wrong = next(k for k in keys if type(k) is not bytes or len(k) != KEY_BYTES)
+            raise InvalidKey(problem=f"a key has {KEY_BYTES} bytes, got {wrong!r:.40}")
         return self.tenant.salted(keys)
 
 

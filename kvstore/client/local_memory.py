@@ -96,7 +96,7 @@ class LocalMemory:
             return part
         if not self._regions:
             return None
-        start = part.ctypes.data
+        start: int = part.__array_interface__["data"][0]  # sooner had than `ctypes.data`
         with self._lock:
             index = bisect.bisect(self._starts, start) - 1
             region = self._regions[index] if index >= 0 else None

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from kvstore.client.hot_places import HotPlaces
 from kvstore.client.locations import Hit
 from kvstore.client.place import PLACE_BYTES_MAX, Place
-from kvstore.client.values import RegionPiece
+from kvstore.client.values import Part, RegionPiece
 from kvstore.wire import messages as m
 
 if TYPE_CHECKING:
@@ -53,15 +55,29 @@ class QuickReads:
         return self._run(key, self._read, timeout_s)
 
     def get_into(
-        self, key: bytes, target: RegionPiece, timeout_s: float | None
+        self, key: bytes, target: Part, piece: RegionPiece | None, timeout_s: float | None
     ) -> int | Hit | None:
-        """Copy a block into a piece of a region; return its size, otherwise as `get`."""
+        """Copy a block into memory; return its size, otherwise as `get`.
+
+        Args:
+            key: Not salted yet.
+            target: Where to; `piece` if it is not registered.
+            piece: The same in a region, if it is registered.
+            timeout_s: For the request to the master.
+        """
 
         def read(place: Place) -> int | None:
             if place.nbytes > target.nbytes:
+                return None  # the long way says so
+            if piece is not None:
+                offset = piece.offset
+                good = place.read_into(self._core.engine, self._segments, piece.region, offset)
+                return place.nbytes if good else None
+            value = self._read(place)
+            if value is None or isinstance(target, RegionPiece):
                 return None
-            good = place.read_into(self._core.engine, self._segments, target.region, target.offset)
-            return place.nbytes if good else None
+            target[: place.nbytes] = np.frombuffer(value, dtype=np.uint8)
+            return place.nbytes
 
         return self._run(key, read, timeout_s)
 

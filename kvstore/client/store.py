@@ -214,12 +214,11 @@ class Store:
         The target may be larger than the value. What it holds after an error or a miss is not
         defined. Raises as `get`.
         """
-        key = key_of(name, self._namespace)
-        piece = self._memory.registered(target_of(target))
-        found = None if piece is None else self._quick.get_into(key, piece, timeout_s)
-        if piece is not None and not isinstance(found, Hit):
+        key, part = key_of(name, self._namespace), target_of(target)
+        found = self._quick.get_into(key, part, self._memory.registered(part), timeout_s)
+        if found is None or isinstance(found, int):
             return found
-        hit = found if isinstance(found, Hit) else None
+        hit = found
         steps = self.operations.get_into([key], [target], timeout_s, hit=hit)
         (result,) = self.client.driver.run(steps)
         return got(key, result).nbytes if result.outcome is not GetOutcome.MISS else None
