@@ -33,6 +33,7 @@ from kvstore.master.promotion import Promotion
 
 TRACES = ("conversation", "synthetic")
 SIZES = (1_000, 2_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)
+TIER_SIZES = (1_000, 5_000, 25_000, 50_000)  # of both tiers
 DRAM_SHARE = 5  # one in five blocks
 ADMISSION_NAMES = 1 << 17
 Requests = Sequence[Sequence[int]]
@@ -130,11 +131,13 @@ def one_tier(recorder: Recorder, trace: str, requests: Requests) -> Panel:
     """Record every policy at every size; return their plot."""
     panel = Panel(title=trace, x="blocks", y="hit rate")
     for policy in Eviction:
-        for size in (*SIZES, None):
+        for size in SIZES:
             (rate,) = replay(requests, Cache(policy, (size,)))
             recorder.add("hit rate", "share", [rate], trace=trace, policy=policy, blocks=size)
-            if size is not None:
-                panel.add(str(policy), size, rate)
+            panel.add(str(policy), size, rate)
+    # Without a bound nothing is ever evicted: one figure for all.
+    (rate,) = replay(requests, Cache(Eviction.LRU, (None,)))
+    recorder.add("hit rate", "share", [rate], trace=trace, policy="any", blocks=None)
     return panel
 
 
@@ -144,7 +147,7 @@ def two_tiers(recorder: Recorder, trace: str, requests: Requests) -> Panel:
     references = sum(map(len, requests))
     for policy in Eviction:
         for tiering in TIERINGS:
-            for size in SIZES:
+            for size in TIER_SIZES:
                 dram = size // DRAM_SHARE
                 cache = Cache(policy, (dram, size - dram), tiering)
                 rates = replay(requests, cache)
