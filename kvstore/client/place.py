@@ -13,14 +13,17 @@ from numpy.typing import NDArray
 
 from kvstore.client.lease import Lease
 from kvstore.client.locations import Hit
+from kvstore.copying import copy_with_checksums
 from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.wire.messages import Located, NodeAddress
     from transfer import Region, TransferEngine
+    from transfer.prepared import InPlace
 
 PLACE_BYTES_MAX: Final = 256 << 10
+ONE_PASS_BYTES_MIN: Final = 32 << 10  # below, one call of the engine costs less
 
 
 class Place(NamedTuple):
@@ -74,14 +77,19 @@ class Place(NamedTuple):
         """Copy the block to `offset` of a region and verify it.
 
         Returns:
-            False if it is large or has a part table, its segment was never reached before, or
-            anything is wrong: then what lies in the region is garbage, and `Reading.copy` of
-            `as_hit` does it, or finds out what is wrong and reports it.
+            False if it has a part table, is large and not mapped here, its segment was never
+            reached before, or anything is wrong: then what lies in the region is garbage, and
+            `Reading.copy` of `as_hit` does it, or finds out what is wrong and reports it.
         """
         key = segments.known(self.where)
-        if key is None or self.chunk_bytes or self.nbytes > PLACE_BYTES_MAX:
+        if key is None or self.chunk_bytes or self.lease.late_s() >= 0:
             return False
-        if self.lease.late_s() >= 0:
+        if self.nbytes >= ONE_PASS_BYTES_MIN:
+            mapped = engine.in_place(self.where.node, key)
+            if mapped is not None:
+                found = self._copy(mapped, region, offset)
+                return found == self.checksum and self.lease.late_s() < 0
+        if self.nbytes > PLACE_BYTES_MAX:
             return False
         try:
             transfer = engine.read(
@@ -95,6 +103,18 @@ class Place(NamedTuple):
             return False
         found = xxhash.xxh3_64_intdigest(region.array.data[offset : offset + self.nbytes])
         return found == self.checksum
+
+    def _copy(self, mapped: InPlace, region: Region, offset: int) -> int | None:
+        """Copy from memory that is mapped here; return the checksum, None if it does not fit."""
+        fits = self.offset >= 0 and self.nbytes <= len(mapped.array) - self.offset
+        fits = fits and region.kind == "host" and region.writable
+        if not fits or self.nbytes > region.nbytes - offset:
+            return None
+        (found,) = copy_with_checksums(
+            region.array, mapped.array, _column(offset), _column(self.offset), _column(self.nbytes)
+        )
+        mapped.read_bytes(self.nbytes)
+        return found
 
 
 def _column(number: int) -> NDArray[np.int64]:
