@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from configs.kvstore_admin import KVAdminConfig
     from configs.schema import TransferConfig
+    from kvstore.discovery.directory import MasterDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class AdminServer:
 
     Args:
         config: Where, and who may ask.
-        masters: Addresses of all masters, in the order of their shards.
+        masters: As for `StoreAdmin`.
         transfer: Of the engines that verify.
         secret: The cluster secret.
     """
@@ -59,7 +60,7 @@ class AdminServer:
     def __init__(
         self,
         config: KVAdminConfig,
-        masters: Sequence[str],
+        masters: str | Sequence[str] | MasterDirectory,
         transfer: TransferConfig,
         *,
         secret: bytes,

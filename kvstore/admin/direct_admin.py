@@ -11,6 +11,7 @@ from kvstore.admin.verify_jobs import VerifyJobs
 
 if TYPE_CHECKING:
     from configs.schema import TransferConfig
+    from kvstore.discovery.directory import MasterDirectory
 
 CANCEL_S: Final = 30.0
 
@@ -19,7 +20,7 @@ class DirectAdmin(StoreAdmin):
     """`StoreAdmin`, with the verifications of `RemoteAdmin`. Thread-safe.
 
     Args:
-        masters: Addresses of all masters, in the order of their shards.
+        masters: As for `StoreAdmin`.
         transfer: Of the engines that verify.
         secret: The cluster secret.
         timeout_s: Deadline of one request to a master.
@@ -27,7 +28,7 @@ class DirectAdmin(StoreAdmin):
 
     def __init__(
         self,
-        masters: Sequence[str],
+        masters: str | Sequence[str] | MasterDirectory,
         transfer: TransferConfig,
         *,
         secret: bytes,

@@ -6,7 +6,7 @@ leaves no stale value. METRICS is the whole list; docs/kvstore-admin.md shows it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +19,7 @@ from kvstore.errors import KVStoreError
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from kvstore.admin.reports import MasterReport
     from kvstore.admin.store_admin import StoreAdmin
 
 
@@ -51,7 +52,21 @@ MASTER_GAUGES: Final = {
     "blocks": _gauge("moe_kvstore_blocks", "Blocks that can be found.", "master"),
     "leases": _gauge("moe_kvstore_leases", "Leases running.", "master"),
     "open_puts": _gauge("moe_kvstore_open_puts", "Puts between grant and commit.", "master"),
-    "capacity_bytes": _gauge("moe_kvstore_capacity_bytes", "Memory lent.", "master"),
+    "segments": _gauge("moe_kvstore_segments", "Segments lent.", "master"),
+    "copies": _gauge("moe_kvstore_copies", "Copies of blocks.", "master"),
+    "soft_pinned_blocks": _gauge("moe_kvstore_soft_pinned_blocks", "Softly pinned.", "master"),
+    "hard_pinned_blocks": _gauge("moe_kvstore_hard_pinned_blocks", "Pinned for good.", "master"),
+    "capacity_bytes": _gauge("moe_kvstore_capacity_bytes", "Bytes lent.", "master"),
+}
+MEDIA: Final = ("dram", "cxl", "ssd")
+# `<medium>_<figure>` of `MasterStatistics` -> metric.
+MEDIUM_GAUGES: Final = {
+    "capacity_bytes": _gauge(
+        "moe_kvstore_medium_capacity_bytes", "Bytes lent in a medium.", "master", "medium"
+    ),
+    "free_bytes": _gauge(
+        "moe_kvstore_medium_free_bytes", "Bytes of a medium in no copy.", "master", "medium"
+    ),
 }
 # `<state>_bytes` of `MasterStatistics`; together they are the capacity.
 STATES: Final = ("free", "committed", "open", "retired", "quarantined")
@@ -68,6 +83,11 @@ CHANGES: Final = _counter(
     "moe_kvstore_block_changes", "What happened to copies of blocks.", "master", "change"
 )
 LOOKUP_OUTCOMES: Final = ("hit", "missed")
+# `<change>_blocks` of `MasterStatistics`.
+CHANGE_WORDS: Final = (
+    *("stored", "evicted", "corrupt", "unreachable", "lost"),
+    *("moved", "demoted", "promoted", "replicated"),
+)
 SEGMENT_LABELS: Final = ("node", "segment", "medium")
 SEGMENT_GAUGES: Final = {
     "capacity_bytes": _gauge(
@@ -97,6 +117,7 @@ NODE_EVENTS: Final = _counter("moe_kvstore_node_events", "What a store node coun
 METRICS: Final = (
     MASTER_UP,
     *MASTER_GAUGES.values(),
+    *MEDIUM_GAUGES.values(),
     STATE_BYTES,
     LOOKUPS,
     CHANGES,
@@ -106,7 +127,6 @@ METRICS: Final = (
     CLIENT_BLOCKS,
     NODE_EVENTS,
 )
-_KNOWN: Final = frozenset(MASTER_GAUGES) | {f"{state}_bytes" for state in STATES}
 
 
 class MasterCollector(Collector):
@@ -123,26 +143,23 @@ class MasterCollector(Collector):
         """Ask all masters once."""
         report = self._admin.status()
         up = MASTER_UP.family()
-        gauges = {name: spec.family() for name, spec in MASTER_GAUGES.items()}
-        states, lookups, changes = STATE_BYTES.family(), LOOKUPS.family(), CHANGES.family()
         for master in report.masters:
             up.add_metric([master.address], float(master.problem is None))
-            for name, value in master.figures.items():
-                word = name.removesuffix("_bytes").removesuffix("_blocks")
-                if name in gauges:
-                    gauges[name].add_metric([master.address], value)
-                elif word in STATES:
-                    states.add_metric([master.address, word], value)
-                elif word in LOOKUP_OUTCOMES:
-                    lookups.add_metric([master.address, word], value)
-                else:
-                    changes.add_metric([master.address, word], value)
+        yield up
+        answered = [master for master in report.masters if master.problem is None]
+        for name, spec in MASTER_GAUGES.items():
+            yield _family(spec, answered, {name: ()})
+        for name, spec in MEDIUM_GAUGES.items():
+            yield _family(spec, answered, {f"{medium}_{name}": (medium,) for medium in MEDIA})
+        yield _family(STATE_BYTES, answered, {f"{state}_bytes": (state,) for state in STATES})
+        for spec, words in ((LOOKUPS, LOOKUP_OUTCOMES), (CHANGES, CHANGE_WORDS)):
+            yield _family(spec, answered, {f"{word}_blocks": (word,) for word in words})
         segments = {name: spec.family() for name, spec in SEGMENT_GAUGES.items()}
         for segment in report.segments:
             labels = [segment.node, str(segment.segment), segment.medium]
             for name, family in segments.items():
                 family.add_metric(labels, float(getattr(segment, name)))
-        yield from (up, *gauges.values(), states, lookups, changes, *segments.values())
+        yield from segments.values()
         yield from self._tenants()
 
     def _tenants(self) -> Iterator[Metric]:
@@ -156,6 +173,17 @@ class MasterCollector(Collector):
             if row.quota_bytes is not None:
                 quota.add_metric([row.tenant], row.quota_bytes)
         yield from (used, quota)
+
+
+def _family(
+    spec: MetricSpec, masters: Sequence[MasterReport], labels: Mapping[str, tuple[str, ...]]
+) -> Metric:
+    """Return a metric of all masters; `labels` are those behind `master`, by figure."""
+    family = spec.family()
+    for master in masters:
+        for figure, more in labels.items():
+            family.add_metric([master.address, *more], master.figures.get(figure, 0))
+    return family
 
 
 class CountsCollector(Collector):

@@ -25,10 +25,12 @@ from kvstore.admin.reports import (
     SegmentReport,
     TenantPage,
 )
+from kvstore.discovery.directory import MasterDirectory, as_directory
 from kvstore.errors import KVStoreError, MasterRefused
 from kvstore.keys import KEY_BYTES
 from kvstore.wire import messages as m
 from kvstore.wire.master_link import MasterLink
+from kvstore.wire.standing import MasterRecord
 
 ReplyT = TypeVar("ReplyT", bound=m.Reply)
 PAGE_MAX: Final = 1 << 14
@@ -38,23 +40,40 @@ class StoreAdmin:
     """An administrator of one pool. Thread-safe; every call has a deadline.
 
     Args:
-        masters: Addresses of all masters, in the order of their shards.
+        masters: The address of the only master, those of all in the order of their shards, or a
+            directory of them, which is followed.
         secret: The cluster secret.
         timeout_s: Deadline of one request to a master.
     """
 
-    def __init__(self, masters: Sequence[str], *, secret: bytes, timeout_s: float = 5.0) -> None:
-        if not masters:
+    def __init__(
+        self,
+        masters: str | Sequence[str] | MasterDirectory,
+        *,
+        secret: bytes,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._directory = as_directory(masters)
+        records = self._directory.masters()
+        if not records:
             raise ValueError("a pool has at least one master")
-        identity = f"admin-{secrets.token_hex(8)}"
-        self.name: Final = identity
+        self.name: Final = f"admin-{secrets.token_hex(8)}"
         self._links = [
-            MasterLink(address, secret=secret, identity=f"{identity}.{i}", timeout_s=timeout_s)
-            for i, address in enumerate(masters)
+            MasterLink(
+                record.address,
+                secret=secret,
+                identity=f"{self.name}.{record.shard}",
+                timeout_s=timeout_s,
+            )
+            for record in records
         ]
+        self._directory.subscribe(self._meet)
+        for record in self._directory.masters():
+            self._meet(record)
 
     def close(self) -> None:
         """Ask no more."""
+        self._directory.unsubscribe(self._meet)
         for link in self._links:
             link.close()
 
@@ -64,9 +83,9 @@ class StoreAdmin:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def use_master(self, shard: int, address: str) -> None:
-        """Ask another process for one shard from now on."""
-        self._links[shard].redirect(address)
+    def _meet(self, record: MasterRecord) -> None:
+        if record.address:
+            self._links[record.shard].redirect(record.address, term=record.term)
 
     # -- questions ----------------------------------------------------------------------------
 

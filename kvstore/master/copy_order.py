@@ -23,6 +23,12 @@ class Purpose(IntEnum):
         return self not in (Purpose.REPLICATE, Purpose.SPREAD)
 
     @property
+    def counted_as(self) -> str:
+        """Name in `MasterStatistics` of what it did, without `_blocks`."""
+        names = {Purpose.DEMOTE: "demoted", Purpose.PROMOTE: "promoted"}
+        return names.get(self, "moved" if self.moves else "replicated")
+
+    @property
     def may_evict(self) -> bool:
         """Whether older blocks of the target may go for it. A drain loses nothing elsewhere."""
         return self is Purpose.DEMOTE

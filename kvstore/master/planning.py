@@ -117,6 +117,8 @@ class Planning:
         return m.Copies(orders)
 
     def _ended(self, order: CopyOrder, outcome: Outcome) -> None:
+        if outcome is Outcome.DONE:
+            self._catalog.counts[order.purpose.counted_as] += 1
         if order.purpose is Purpose.DRAIN:
             self._draining.ended(order, outcome)
         elif order.purpose is Purpose.DEMOTE:

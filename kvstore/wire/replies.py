@@ -136,6 +136,10 @@ class MasterStatistics(msgspec.Struct, frozen=True, tag="statistics", kw_only=Tr
     cxl_free_bytes: int = 0
     ssd_capacity_bytes: int = 0
     ssd_free_bytes: int = 0
+    moved_blocks: int = 0  # copies by the master's order: drains, joined nodes, rebalancing
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
+    replicated_blocks: int = 0
 
 
 class BlockList(msgspec.Struct, frozen=True, tag="block_list"):
