@@ -172,7 +172,7 @@ def check_inside(hit: Hit, pieces: Pieces) -> None:
         raise InvalidValue(problem=f"the hit has {hit.num_blocks} blocks")
     if int(pieces.starts.min()) < 0:
         raise InvalidValue(problem="a piece starts before its block")
-    beyond = pieces.starts + pieces.lengths > hit.lengths[pieces.blocks]
+    beyond = pieces.lengths > hit.lengths[pieces.blocks] - pieces.starts  # a sum could overflow
     if beyond.any():
         row = int(np.flatnonzero(beyond)[0])
         raise InvalidValue(

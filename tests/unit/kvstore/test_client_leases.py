@@ -10,7 +10,14 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kvstore import LeaseExpired, PutOptions, StoreClosed, TooManyHolds
+from kvstore import (
+    InvalidValue,
+    LeaseExpired,
+    PutOptions,
+    PutOutcome,
+    StoreClosed,
+    TooManyHolds,
+)
 from kvstore.client.lease import Lease
 from kvstore.client.lease_keeper import HELD_MAX, LeaseKeeper
 from kvstore.errors import MasterUnavailable
@@ -76,6 +83,38 @@ def test_what_is_held_is_not_evicted(stack):
         assert client.get_into(held.hit, region, 4 * BLOCK + np.arange(4) * BLOCK) == 4
     assert np.array_equal(region.array[: 4 * BLOCK], region.array[4 * BLOCK :])
     assert pool.master.statistics().evicted_blocks > 0
+
+
+def test_what_is_removed_can_be_read_by_who_holds_it(stack):
+    pool, keys, region = filled(stack, 3)
+    client, other = pool.store.client, pool.connect()
+    offsets = 3 * BLOCK + np.arange(3) * BLOCK
+    with client.hold(client.lookup_prefix(keys)) as held:
+        assert other.remove_batch(keys) == 3
+        assert other.client.lookup_prefix(keys).num_blocks == 0
+        assert other.put(keys[0], b"other bytes") is PutOutcome.STORED
+        assert client.get_into(held.hit, region, offsets) == 3
+        assert np.array_equal(region.array[: 3 * BLOCK], region.array[3 * BLOCK :])
+    assert other.remove(keys[0])
+
+    def all_free():
+        figures = pool.master.statistics()
+        return figures.free_bytes == figures.capacity_bytes
+
+    eventually(all_free, "its bytes are free once nobody holds them")
+
+
+@pytest.mark.parametrize(
+    ("start", "nbytes"),
+    [(-1, 5), (BLOCK - 1, 2), (BLOCK, 1), (0, 0), (0, BLOCK + 1), ((1 << 63) - 5, 9)],
+)
+def test_ranges_outside_of_a_block_are_refused(stack, start, nbytes):
+    pool, keys, region = filled(stack, 1)
+    client = pool.store.client
+    hit = client.lookup_prefix(keys)
+    with pytest.raises(InvalidValue):
+        client.get_ranges(hit, region, [0], start=start, nbytes=nbytes)
+    client.release(hit)
 
 
 def test_a_new_master_knows_no_lease_of_the_old_one(stack):

@@ -135,7 +135,8 @@ def test_targets_that_cannot_take_the_value_are_refused(pool):
 
 def test_a_value_larger_than_the_pool_does_not_fit(pool):
     value = bytes(SEGMENT + 1)
-    assert pool.store.put("large", value) in (PutOutcome.NO_SPACE, PutOutcome.TOO_LARGE)
+    patient = PutOptions(wait_for_space=True)
+    assert pool.store.put("large", value, options=patient) is PutOutcome.TOO_LARGE, "at once"
     assert pool.store.get("large") is None
     assert pool.store.put("small", b"x") is PutOutcome.STORED
 
