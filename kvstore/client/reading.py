@@ -175,7 +175,6 @@ def check_inside(hit: Hit, pieces: Pieces) -> None:
     beyond = pieces.lengths > hit.lengths[pieces.blocks] - pieces.starts  # a sum could overflow
     if beyond.any():
         row = int(np.flatnonzero(beyond)[0])
-        raise InvalidValue(
-            problem=f"bytes [{pieces.starts[row]}, {pieces.starts[row] + pieces.lengths[row]}) "
-            f"of a block of {hit.lengths[pieces.blocks[row]]}"
-        )
+        start, nbytes = int(pieces.starts[row]), int(pieces.lengths[row])
+        size = int(hit.lengths[pieces.blocks[row]])
+        raise InvalidValue(problem=f"bytes [{start}, {start + nbytes}) of a block of {size}")
