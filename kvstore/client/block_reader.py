@@ -10,6 +10,7 @@ another range, none   the checksum, then copied            the whole block
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,11 +27,13 @@ from kvstore.checksum import (
     table_checksum,
 )
 from kvstore.client.locations import Hit
+from kvstore.client.paced_read import GROUP_BYTES, GROUPS_MAX, PacedRead
 from kvstore.client.pieces import Pieces
 from kvstore.client.read_plan import Check, ReadPlan, plan_read
 from kvstore.client.steps import Steps, reach, settle, work
 from kvstore.copying import copy_with_checksums
 from kvstore.errors import NodeUnreachable
+from kvstore.wire.messages import Medium
 from transfer import AccessRefused, Priority, TransferError
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from transfer.prepared import InPlace
 
 Ints = NDArray[np.int64]
+_UnderWay = tuple[int, "Transfer", PacedRead | None]  # which node's, and of what it is a part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +162,7 @@ class BlockReader:
                 attempt.corrupt.add(block)
 
     def _read(self, hit: Hit, pieces: Pieces, attempt: _Attempt, deadline_s: float) -> Steps[None]:
-        under_way: list[tuple[int, Transfer]] = []
+        under_way: deque[_UnderWay] = deque()
         where = hit.node_idx[pieces.blocks]
         for index in np.unique(where).tolist():
             theirs = np.flatnonzero(where == index)
@@ -167,9 +171,15 @@ class BlockReader:
                 yield from self._start(hit, index, of_node, deadline_s, under_way, attempt)
             except (NodeUnreachable, TransferError):
                 self._lose(hit, index, attempt)
-        for index, transfer in under_way:
+        while under_way:
+            index, transfer, paced = under_way.popleft()
             try:
                 yield from settle(transfer)
+                if paced is not None and hit.nodes[index].node not in attempt.lost:
+                    more = paced.more()
+                    if more is not None:
+                        under_way.append((index, more, paced))
+                    yield from paced.settled()
             except TransferError:
                 self._lose(hit, index, attempt)
 
@@ -179,7 +189,7 @@ class BlockReader:
         index: int,
         pieces: Pieces,
         deadline_s: float,
-        under_way: list[tuple[int, Transfer]],
+        under_way: deque[_UnderWay],
         attempt: _Attempt,
     ) -> Steps[None]:
         where = hit.nodes[index]
@@ -187,22 +197,34 @@ class BlockReader:
         if key is None:
             key = yield from reach(where, deadline_s)
         sources = hit.offsets[pieces.blocks] + pieces.starts
-        mapped = self._engine.in_place(where.node, key) if _whole(hit, pieces) else None
+        whole = _whole(hit, pieces)
+        mapped = self._engine.in_place(where.node, key) if whole else None
+        on_disk = whole and where.medium is Medium.SSD
         for region, rows in pieces.by_region(np.arange(len(pieces))):
             if mapped is not None and region.kind == "host" and region.writable:
                 _copy(where.node, mapped, region, pieces.of(rows), sources[rows], attempt)
                 continue
-            transfer = self._engine.read(
-                where.node,
-                region,
-                key,
-                pieces.offsets[rows],
-                sources[rows],
-                pieces.lengths[rows],
-                priority=Priority.KV_GET,
-                timeout_s=max(0.001, deadline_s - time.monotonic()),
-            )
-            under_way.append((index, transfer))
+            of_region = pieces.of(rows)
+
+            def start(some: Ints, region: Region = region, pieces: Pieces = of_region) -> Transfer:
+                return self._engine.read(
+                    where.node,
+                    region,
+                    key,
+                    pieces.offsets[some],
+                    hit.offsets[pieces.blocks[some]] + pieces.starts[some],
+                    pieces.lengths[some],
+                    priority=Priority.KV_GET,
+                    timeout_s=max(0.001, deadline_s - time.monotonic()),
+                )
+
+            if on_disk and region.kind == "host" and of_region.nbytes > GROUP_BYTES:
+                paced = PacedRead(region, of_region, start, attempt.found)
+                for _ in range(GROUPS_MAX):
+                    if (transfer := paced.more()) is not None:
+                        under_way.append((index, transfer, paced))
+            else:
+                under_way.append((index, start(np.arange(len(rows))), None))
 
     def _lose(self, hit: Hit, index: int, attempt: _Attempt) -> None:
         name = hit.nodes[index].node
