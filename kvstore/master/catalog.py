@@ -89,7 +89,7 @@ class Catalog:
         self.nodes_with_work: set[str] = set()
         self.expected = ExpectedKeys() if eviction is Eviction.PREFIX_AWARE else None
         self._planned: dict[int, PutBatch] = {}
-        self._last_copy_id = 0
+        self.last_copy_id = 0
         self._uses = 0
 
     def copies(self, key: bytes) -> list[int]:
@@ -212,20 +212,20 @@ class Catalog:
         copy = None if tenant.exceeds(space) else target.place(key, table.length[row], space)
         if copy is None:
             return None
-        self._last_copy_id += 1
+        self.last_copy_id += 1
         checksum, chunk_bytes = table.checksum[row], table.chunk_bytes[row]
         self.describe(copy, checksum=checksum, chunk_bytes=chunk_bytes, tenant=tenant)
         batch = PutBatch(
             client=self.pool.of(row).node.name,
-            batch=-self._last_copy_id,
+            batch=-self.last_copy_id,
             opened_s=self.leases.awake(now),
             source=row,
             rows={0: copy},
         )
         self.puts.add(batch)
-        self._planned[self._last_copy_id] = batch
+        self._planned[self.last_copy_id] = batch
         self.pool.of(row).lease(row)
-        return self._last_copy_id
+        return self.last_copy_id
 
     def planned_copy(self, copy_id: int) -> int | None:
         """Return the row that a planned copy goes to, until it ends or is lost."""

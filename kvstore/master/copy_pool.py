@@ -69,6 +69,10 @@ class CatalogCopies:
         if self._nodes.get(copy_id) == node:
             self.abort_copy(copy_id, at_rest=True)
 
+    def is_open(self, copy_id: int) -> bool:
+        """Tell whether a copy was neither committed nor given up."""
+        return copy_id in self._nodes and self._catalog.planned_copy(copy_id) is not None
+
     def forget_node(self, node: str) -> None:
         """Forget a node that is gone."""
         self._nodes = {copy_id: name for copy_id, name in self._nodes.items() if name != node}

@@ -209,7 +209,13 @@ class MasterServer:
         timing = MasterTiming(
             lease_s=config.lease_s, silence_s=config.node_silence_s, put_s=config.open_put_s
         )
-        return StoreMaster(timing, events=log, eviction=config.eviction, policies=config.policies)
+        return StoreMaster(
+            timing,
+            events=log,
+            eviction=config.eviction,
+            policies=config.policies,
+            last_copy_id=time.time_ns() // 1000,  # as above
+        )
 
     def _publish(self, events: EventPublisher) -> None:
         if events.wants_state:

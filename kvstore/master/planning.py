@@ -58,7 +58,7 @@ class Planning:
         self._is_evicting = False
         self._is_reporting = False
         self._watches_hits = self._replication.watches_hits
-        self._hits: list[Sequence[int]] = []
+        self._told: dict[str, tuple[int, list[m.Copy]]] = {}  # the last turn of each node
         catalog.observers.append(self)
 
     def transitions(self) -> Mapping[type, Transition]:
@@ -95,6 +95,9 @@ class Planning:
         if node is None:
             return m.Refused(m.RefusalReason.UNKNOWN_NODE, f"no node {request.node}")
         node.heard_s = now
+        turn, told = self._told.get(request.node, (0, []))
+        if request.turn and request.turn == turn:
+            return m.Copies([c for c in told if self._copies.is_open(c.copy_id)])
         self._catalog.counts["corrupt"] += len(request.corrupt)
         self._is_reporting = True
         try:
@@ -114,6 +117,7 @@ class Planning:
             order = None if row is None else self._copies.describe(copy.copy_id, row, copy.target)
             if order is not None:
                 orders.append(order)
+        self._told[request.node] = (request.turn, orders)
         return m.Copies(orders)
 
     def _ended(self, order: CopyOrder, outcome: Outcome) -> None:
@@ -160,6 +164,7 @@ class Planning:
         self._draining.forget(segment.node.name)
         self._copying.lose_node(segment.node.name)
         self._copies.forget_node(segment.node.name)
+        self._told.pop(segment.node.name, None)
         self._watch()
 
     def _watch(self) -> None:

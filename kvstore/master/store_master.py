@@ -52,6 +52,8 @@ class StoreMaster:
         eviction: Which blocks make room for others.
         tenants: Who may use how much; none: everybody is "", without a limit.
         policies: What it does by itself; default: as configured by default.
+        last_copy_id: Copies that it orders get higher numbers. Above all of an earlier master, so
+            that what nodes report of those means nothing here.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class StoreMaster:
         eviction: Eviction = Eviction.LRU,
         tenants: Sequence[TenantRule] = (),
         policies: PolicyConfig | None = None,
+        last_copy_id: int = 0,
     ) -> None:
         self._timing = timing
         self._events = events
@@ -74,6 +77,7 @@ class StoreMaster:
         )
         self._fenced: OrderedDict[str, None] = OrderedDict()
         self._stepped_at: float | None = None
+        self._catalog.last_copy_id = last_copy_id
         self._planning = Planning(self._catalog, policies or PolicyConfig())
         self._parts: list[MasterPart] = [
             Reading(self._catalog),

@@ -73,6 +73,7 @@ class Copier:
         self._changed = threading.Condition()
         self._ready: list[MasterLink] = []
         self._unreported: dict[MasterLink, CopyResults] = {}
+        self._turns: dict[MasterLink, int] = {}  # requests that each master answered
         self._closing = threading.Event()
         self._figures = CopyFigures()
         self._thread = threading.Thread(target=self._run, name="store-copier", daemon=True)
@@ -139,15 +140,18 @@ class Copier:
 
     def _ask(self, link: MasterLink, limit: int) -> list[m.Copy]:
         results = self._unreported.get(link, CopyResults.none())
+        turn = self._turns.get(link, 0) + 1
         request = m.NextCopies(
             node=self._name,
             done=results.done,
             failed=results.failed,
             corrupt=results.corrupt,
             limit=limit,
+            turn=turn,
         )
         copies = link.ask(request, m.Copies).copies
         self._unreported.pop(link, None)
+        self._turns[link] = turn
         return copies
 
     def _report(self, link: MasterLink) -> None:

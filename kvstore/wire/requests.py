@@ -59,13 +59,18 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 class NextCopies(msgspec.Struct, frozen=True, tag="next_copies"):
-    """A node reports what became of copies, and asks for more work."""
+    """A node reports what became of copies, and asks for more work.
+
+    `turn` is one more with each request that was answered; 0: not counted. A turn that is repeated
+    gets the same copies again, as its reply was lost.
+    """
 
     node: Incarnation
     done: list[int] = []
     failed: list[int] = []
     corrupt: list[int] = []  # the source's own bytes did not match: nothing was sent
     limit: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 16
+    turn: Count = 0
 
 
 class Enter(msgspec.Struct, frozen=True, tag="enter"):

@@ -17,12 +17,17 @@ class PlannedPool:
     """Drives one `StoreMaster` by requests; nodes make the copies that they are told to."""
 
     def __init__(
-        self, policies: PolicyConfig | None = None, *, check_every: int = 1, **timing: float
+        self,
+        policies: PolicyConfig | None = None,
+        *,
+        check_every: int = 1,
+        last_copy_id: int = 0,
+        **timing: float,
     ) -> None:
         self.check_every = check_every
         self.steps = 0
         self.timing = MasterTiming(**{"silence_s": 1e6, "put_s": 60.0, **timing})
-        self.master = StoreMaster(self.timing, policies=policies)
+        self.master = StoreMaster(self.timing, policies=policies, last_copy_id=last_copy_id)
         self.catalog = self.master._catalog
         self.now = 100.0
         self.bytes: dict[tuple[str, int, int], bytes] = {}  # (node, segment, offset) -> key

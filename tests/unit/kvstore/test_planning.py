@@ -161,6 +161,39 @@ class TestCopies:
         pool.settle()
         assert pool.places(keys[0]) == [("b", "dram")]
 
+    def test_a_lost_reply_loses_no_copy(self):
+        pool = PlannedPool(quiet())
+        pool.join("a", 64)
+        pool.join("b", 64)
+        keys = fresh(6)
+        pool.put(keys, client="b")
+        pool.step(m.Drain("a"))
+        first = pool.ask_work("a", turn=1, limit=4)
+        assert pool.ask_work("a", turn=1, limit=4) == first
+        for copy in first:
+            pool.make("a", copy)
+        done = [copy.copy_id for copy in first]
+        rest = pool.ask_work("a", turn=2, done=done)
+        assert len(rest) == 2
+        assert pool.ask_work("a", turn=2, done=done) == rest
+        for copy in rest:
+            pool.make("a", copy)
+        assert pool.ask_work("a", turn=3, done=[copy.copy_id for copy in rest]) == []
+        assert pool.step(m.Drain("a")).left_blocks == 0
+        assert pool.there(keys) == 6
+
+    def test_a_new_master_takes_no_report_of_an_old_ones_copies(self):
+        old, new = PlannedPool(quiet()), PlannedPool(quiet(), last_copy_id=1000)
+        for pool in (old, new):
+            pool.join("a", 64)
+            pool.join("b", 64)
+            pool.put(fresh(2), client="b")
+            pool.step(m.Drain("a"))
+        ids = [copy.copy_id for copy in old.ask_work("a")]
+        assert not set(ids) & {copy.copy_id for copy in new.ask_work("a")}
+        new.ask_work("a", done=ids)
+        assert new.on("a") == 2, "nothing was committed that was not written"
+
     def test_a_corrupt_source_is_dropped_and_counted(self):
         pool = PlannedPool(quiet())
         pool.join("a", 64)
