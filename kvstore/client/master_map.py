@@ -244,5 +244,6 @@ def _may_find_more(request: m.Request, answer: Answer) -> bool:
         complete = len(reply.node_idx) == len(request.keys) and -1 not in reply.node_idx
         return answer.rebuilding and not complete
     if isinstance(reply, m.Allocated):
-        return answer.settling and m.PutOutcome.NO_SPACE in reply.outcomes
+        unsure = answer.settling or answer.rebuilding
+        return unsure and m.PutOutcome.NO_SPACE in reply.outcomes
     return isinstance(reply, m.Present) and answer.rebuilding and not all(reply.flags)

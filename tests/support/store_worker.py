@@ -12,6 +12,8 @@ import numpy as np
 
 from configs.schema import KVStoreConfig, TransferBackend, TransferConfig
 from kvstore import KVStoreError, MasterServer, StoreClient, StoreNode
+from kvstore.discovery.directory import as_directory
+from kvstore.discovery.finding import directory_of, followed
 from kvstore.wire import messages as m
 from transfer import TransferEngine, TransferError, allocate
 
@@ -132,11 +134,13 @@ class Commands:
 
 def serve(pipe, name, master, secret, config, backend, slot_bytes):
     engine = TransferEngine(TransferConfig(backend=backend), name=name, secret=secret)
+    if not config.masters.embedded:
+        master = directory_of(config.masters)
     node = StoreNode(engine, master, config, secret=secret)
     client = StoreClient(engine, master, config, secret=secret, local_node=node)
     engine.on_notify(node.on_notify)
     engine.on_notify(client.on_notify)
-    with engine, node, client:
+    with followed(as_directory(master)), engine, node, client:
         commands = Commands(pipe, client, node, engine, slot_bytes)
         pipe.send(node.wait_registered(START_S))
         while (request := pipe.recv()) is not None:

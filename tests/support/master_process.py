@@ -1,0 +1,238 @@
+"""Masters of the store in processes of their own, which tests kill and stop, and their clients."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import signal
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from configs.schema import KVStoreConfig, TransferBackend
+from kvstore import MasterServer, MasterUnavailable
+from kvstore.client.master_map import MasterMap
+from kvstore.discovery.candidacy import Candidacy
+from kvstore.discovery.directory import StaticMasters
+from kvstore.wire import messages as m
+from tests.support.store_worker import Worker, content
+
+WAIT_S = 60.0
+
+
+def run_master(pipe: Connection, config: KVStoreConfig, secret: bytes, shard: int, port: int):
+    with ExitStack() as stack:
+        server = MasterServer(
+            config,
+            secret=secret,
+            port=port,
+            standby=config.masters.etcd.enabled,
+            rebuild_s=config.masters.rebuild_s,
+        )
+        stack.enter_context(server)
+        candidacy = None
+        if config.masters.etcd.enabled:
+            candidacy = Candidacy(config.masters.etcd, shard, config.masters.num_shards, server)
+            stack.callback(candidacy.close)
+            candidacy.open()
+        pipe.send(server.address)
+        while (request := pipe.recv()) is not None:
+            if request == "check":
+                server.check_invariants()
+                pipe.send(server.statistics())
+            elif request == "term":
+                pipe.send(candidacy.term if candidacy is not None and candidacy.wait(0.0) else 0)
+
+
+class MasterProcess:
+    """One master; a context manager."""
+
+    def __init__(
+        self, config: KVStoreConfig, secret: bytes, *, shard: int = 0, port: int = 0
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.master_process"])
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=run_master, args=(theirs, config, secret, shard, port), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        assert self._pipe.poll(WAIT_S), "the master does not start"
+        self.address = self._pipe.recv()
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def ask(self, request: str) -> Any:
+        self._pipe.send(request)
+        assert self._pipe.poll(WAIT_S), request
+        return self._pipe.recv()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def stopped(self) -> bool:
+        with open(f"/proc/{self.process.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "T"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(WAIT_S)
+        assert self.process.exitcode == -signal.SIGKILL
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.signal(signal.SIGCONT)
+            self._pipe.send(None)
+            self.process.join(WAIT_S)
+        self._pipe.close()
+        if self.process.is_alive():
+            self.kill()
+
+    def __enter__(self) -> MasterProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MasterCluster:
+    """Masters at fixed addresses, and workers with node and client."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        *,
+        shards: int = 1,
+        workers: int = 3,
+        slot_bytes: int = 4096,
+        **knobs,
+    ) -> None:
+        defaults = {
+            "segment_bytes": 1 << 25,
+            "request_timeout_s": 10.0,
+            "heartbeat_s": 0.5,
+            "node_silence_s": 60.0,
+            "open_put_s": 1.0,
+            "lease_s": 60.0,
+        }
+        self.config = KVStoreConfig(**{**defaults, **knobs})
+        self.secret = secrets.token_bytes(16)
+        self.stack = stack
+        # Closed after the workers, which say goodbye to them, whenever they were started.
+        self._processes = stack.enter_context(ExitStack())
+        self.masters = [self.start_master(shard) for shard in range(shards)]
+        self.directory = StaticMasters([master.address for master in self.masters])
+        self.slot_bytes = slot_bytes
+        self.workers = [self._launch() for _ in range(workers)]
+        for worker in self.workers:
+            assert worker.result() is True, "not registered in time"
+        self.map = MasterMap(self.directory, self.config, secret=self.secret, identity="test")
+        stack.callback(self.map.close)
+
+    def start_worker(self) -> Worker:
+        worker = self._launch()
+        assert worker.result() is True, "not registered in time"
+        return worker
+
+    def _launch(self) -> Worker:
+        context = multiprocessing.get_context("forkserver")
+        addresses = [master.address for master in self.masters]
+        args = (addresses, self.secret, self.config, TransferBackend.AUTO, self.slot_bytes)
+        worker = Worker(context, secrets.token_hex(8), *args)
+        self.stack.callback(worker.close)
+        return worker
+
+    def start_master(self, shard: int, port: int = 0) -> MasterProcess:
+        return self._processes.enter_context(
+            MasterProcess(self.config, self.secret, shard=shard, port=port)
+        )
+
+    def restart_master(self, shard: int) -> None:
+        """Start a master where a killed one was."""
+        self.masters[shard] = self.start_master(shard, self.masters[shard].port)
+
+    def figures(self) -> m.MasterStatistics:
+        """The pool's, after a look at the books of all masters."""
+        parts = [master.ask("check") for master in self.masters]
+        for figures in parts:
+            used = (
+                figures.free_bytes
+                + figures.committed_bytes
+                + figures.open_bytes
+                + figures.retired_bytes
+                + figures.quarantined_bytes
+            )
+            assert used == figures.capacity_bytes, figures
+        return self.map.ask(m.Observe(), m.MasterStatistics)
+
+    def wait_blocks(self, number: int) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while (found := self.map.ask(m.Observe(), m.MasterStatistics).blocks) < number:
+            assert time.monotonic() < deadline, f"{found} of {number} blocks"
+            time.sleep(0.02)
+
+
+# -- run in a worker ---------------------------------------------------------------------------
+
+
+def read_held(commands, keys, seconds):
+    """Read a leased run again and again; return (reads, all equal, longest pause in seconds)."""
+    hit = commands.client.lookup_prefix(keys)
+    assert hit.num_blocks == len(keys)
+    offsets = np.arange(len(keys)) * commands.slot_bytes
+    expected = [content(key, commands.slot_bytes) for key in keys]
+    reads, equal, pause_s, last_s = 0, True, 0.0, time.monotonic()
+    ends_s = last_s + seconds
+    while last_s < ends_s:
+        good = commands.client.get_into(hit, commands.region, offsets)
+        equal &= good == len(keys)
+        for i, block in enumerate(expected):
+            at = i * commands.slot_bytes
+            equal &= np.array_equal(commands.array[at : at + len(block)], block)
+        now = time.monotonic()
+        reads, pause_s, last_s = reads + 1, max(pause_s, now - last_s), now
+    return reads, bool(equal), pause_s
+
+
+def write_on(commands, seconds, batch):
+    """Put new keys all the time; return (stored keys, other outcomes, longest put in seconds)."""
+    stored, other, longest_s = [], [], 0.0
+    ends_s = time.monotonic() + seconds
+    while (began_s := time.monotonic()) < ends_s:
+        keys = [secrets.token_bytes(16) for _ in range(batch)]
+        outcomes = commands.put(keys)
+        # "exists": written for the dead master, and told to the next by the node.
+        stored += [k for k, o in zip(keys, outcomes, strict=True) if o in ("stored", "exists")]
+        other += [o for o in outcomes if o not in ("stored", "exists")]
+        longest_s = max(longest_s, time.monotonic() - began_s)
+        time.sleep(0.01)
+    return stored, other, longest_s
+
+
+def find(commands, keys):
+    """Return how many of these are there and right, each looked up by itself."""
+    return sum(commands.get([key])[1:3] == (1, True) for key in keys)
+
+
+def look_up_on(commands, keys, seconds):
+    """Look all of these up again and again; return (lookups, those that found less, errors)."""
+    looks, short, errors = 0, 0, 0
+    ends_s = time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        try:
+            hit = commands.client.lookup_prefix(keys)
+        except MasterUnavailable:
+            errors += 1
+            time.sleep(0.02)
+            continue
+        looks, short = looks + 1, short + (hit.num_blocks < len(keys))
+        commands.client.release(hit)
+        time.sleep(0.01)
+    return looks, short, errors
