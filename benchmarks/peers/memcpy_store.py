@@ -29,6 +29,9 @@ class Copier:
         at, nbytes = self._live[turn % KEEP], size * blocks
         np.copyto(self.buffer[:nbytes], self._pool[at : at + nbytes])
 
+    def begin(self) -> None:
+        """Keys and places come again."""
+
     def tidy(self) -> bool:
         return False
 

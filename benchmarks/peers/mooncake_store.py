@@ -81,13 +81,17 @@ class MooncakeClient:
         if any(found != size for found in sizes):
             raise RuntimeError(f"get returned {min(sizes)}")
 
+    def begin(self) -> None:
+        self._used = store_side.SHARE_BYTES
+        self.tidy()
+
     def tidy(self) -> bool:
         if self._used < store_side.SHARE_BYTES * 0.8:
             return False
-        for names, nbytes in self._live[:-KEEP]:
+        for names, _ in self._live[:-KEEP]:
             self._store.batch_remove(names, True)
-            self._used -= nbytes
         self._live = self._live[-KEEP:]
+        self._used = sum(nbytes for _, nbytes in self._live)
         return True
 
     def _places(self, size: int, blocks: int) -> list[int]:

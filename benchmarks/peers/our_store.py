@@ -35,6 +35,12 @@ class OurClient:
         self._region = self._store.register(allocate(store_side.BUFFER_BYTES))
         self.buffer: Any = self._region.array
         self._live: list[list[bytes]] = []
+        self._names: list[bytes] = []
+
+    def begin(self) -> None:
+        for first in range(0, len(self._names), 16384):
+            self._store.remove_batch(self._names[first : first + 16384])
+        self._names.clear()
 
     def put(self, size: int, blocks: int) -> None:
         names = [secrets.token_bytes(16) for _ in range(blocks)]
@@ -47,6 +53,7 @@ class OurClient:
         if not outcomes <= {PutOutcome.STORED, PutOutcome.EXISTS}:
             raise RuntimeError(f"put: {sorted(outcomes)}")
         self._live = [*self._live[1 - KEEP :], names]
+        self._names += names
 
     def get(self, size: int, blocks: int, turn: int) -> None:
         names = self._live[turn % KEEP]

@@ -41,6 +41,9 @@ class StoreClient(Protocol):
     def get(self, size: int, blocks: int, turn: int) -> None:
         """Read values that an earlier put stored into the buffer; `turn` says which."""
 
+    def begin(self) -> None:
+        """Forget what earlier measurements left, where the peer does not do so by itself."""
+
     def tidy(self) -> bool:
         """Make room if the share is used up, outside of the time measured; True if it was."""
 
@@ -78,6 +81,7 @@ def measure(client: StoreClient, request: dict[str, Any], barrier: Barrier) -> d
     size, blocks, op = request["size"], request["blocks"], request["op"]
     before = client.buffer[: size * blocks].copy()
     turn, spans, skipped = 0, [], 0.0
+    client.begin()
     for _ in range(request.get("live", 4)):
         client.put(size, blocks)
     for _ in range(2):
