@@ -17,7 +17,8 @@ from configs.schema import KVStoreConfig, TransferBackend
 from kvstore import MasterServer, MasterUnavailable
 from kvstore.client.master_map import MasterMap
 from kvstore.discovery.candidacy import Candidacy
-from kvstore.discovery.directory import StaticMasters
+from kvstore.discovery.directory import MasterDirectory, StaticMasters
+from kvstore.discovery.finding import directory_of, followed
 from kvstore.wire import messages as m
 from tests.support.store_worker import Worker, content
 
@@ -128,11 +129,13 @@ class MasterCluster:
         # Closed after the workers, which say goodbye to them, whenever they were started.
         self._processes = stack.enter_context(ExitStack())
         self.masters = [self.start_master(shard) for shard in range(shards)]
-        self.directory = StaticMasters([master.address for master in self.masters])
+        self.directory: MasterDirectory = StaticMasters([master.address for master in self.masters])
         self.slot_bytes = slot_bytes
         self.workers = [self._launch() for _ in range(workers)]
         for worker in self.workers:
             assert worker.result() is True, "not registered in time"
+        if not self.config.masters.embedded:
+            self.directory = stack.enter_context(followed(directory_of(self.config.masters)))
         self.map = MasterMap(self.directory, self.config, secret=self.secret, identity="test")
         stack.callback(self.map.close)
 

@@ -19,7 +19,6 @@ from tests.support.master_process import (
     write_on,
 )
 
-
 DOWN_S = 2.0
 
 
