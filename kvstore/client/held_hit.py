@@ -14,8 +14,8 @@ class HeldHit:
     """Blocks that stay where they are until `close`. Use it in a `with` statement.
 
     Renewal ends by itself after the longest time that was asked for, and when the master does
-    not know the lease any more (it was restarted) or cannot be reached: then `lost` is True, and
-    copies raise LeaseExpired once the lease is over.
+    not know the lease any more (it was restarted): then `lost` is True, and copies raise
+    LeaseExpired once the lease is over. While no master answers, reads go on, see `Lease.adrift`.
 
     Attributes:
         hit: What was found.

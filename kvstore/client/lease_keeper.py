@@ -145,19 +145,19 @@ class LeaseKeeper:
         if not due:
             return
         try:
-            # Not for longer than the first of them runs: then it is lost, and that must be said.
+            # Not for longer than the first of them runs: then it is adrift, which must be known.
             left_s = min(held.lease.deadline_s for held in due) - now
             reply = self._renew([held.lease.lease_id for held in due], max(ASK_S_MIN, left_s))
         except KVStoreError as error:
             logger.debug("leases not renewed: %s", error)
             failed_s = time.monotonic()
-            self._lose([held for held in due if held.lease.deadline_s <= failed_s])
             for held in due:
+                held.lease.adrift = held.lease.deadline_s <= failed_s
                 held.due_s = failed_s + RETRY_S
             return
         for held, running in zip(due, reply.running, strict=False):
             if running:
-                held.lease.deadline_s = now + reply.lease_s
+                held.lease.renew(now + reply.lease_s)
                 held.due_s = now + reply.lease_s / 3
         running_on = dict(zip([id(held) for held in due], reply.running, strict=False))
         self._lose([held for held in due if not running_on.get(id(held), False)])
@@ -167,7 +167,7 @@ class LeaseKeeper:
             return
         with self._changed:
             for held in lost:
-                held.lease.lost = True
+                held.lease.lose()
                 self._held.pop(held.lease.lease_id, None)
         self._on_lost(len(lost))
 

@@ -16,6 +16,7 @@ from kvstore.client.hot_places import HotPlaces
 from kvstore.client.locations import Hit
 from kvstore.client.place import PLACE_BYTES_MAX, Place
 from kvstore.client.values import Part, RegionPiece
+from kvstore.errors import MasterUnavailable
 from kvstore.wire import messages as m
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ class QuickReads:
         self, key: bytes, read: Callable[[Place], T | None], timeout_s: float | None
     ) -> T | Hit | None:
         place = self.hot.find(key)
-        is_hot = place is not None
-        if place is None:
-            place = self._look_up(key, timeout_s)
+        is_hot = place is not None and place.lease.late_s() < 0
+        if place is None or not is_hot:
+            place = self._look_up(key, place, timeout_s)
             if place is None:
                 self._core.record.count(missed_blocks=1)
                 return None
@@ -97,16 +98,27 @@ class QuickReads:
             return place.as_hit(self._core.names([key])[0])
         if is_hot:
             self._core.record.count(read_blocks=1, hot_blocks=1)
+        elif place.lease.adrift:
+            self._core.record.count(read_blocks=1)
         else:
             self._core.record.count(hit_blocks=1, read_blocks=1)
             self.hot.offer(key, place)
         return value
 
-    def _look_up(self, key: bytes, timeout_s: float | None) -> Place | None:
+    def _look_up(self, key: bytes, last: Place | None, timeout_s: float | None) -> Place | None:
+        """Ask the master; while none answers, the last place will do if its bytes are right."""
         record = self._core.record
         asked_s = time.monotonic()
         request = m.Lookup(record.name, self._core.names([key]), record.avoided(), True)
-        reply = self._driver.run(self._core.master.ask(request, m.Located, timeout_s=timeout_s))
+        try:
+            reply = self._driver.run(self._core.master.ask(request, m.Located, timeout_s=timeout_s))
+        except MasterUnavailable:
+            if last is None:
+                raise
+            last.lease.adrift = True
+            return last
+        if last is not None:
+            self.hot.forget([key])
         return Place.of_reply(reply, asked_s=asked_s) if reply.lease_id else None
 
     def _read(self, place: Place) -> bytes | None:

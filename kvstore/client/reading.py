@@ -68,6 +68,8 @@ class Reading:
         """
         check_inside(hit, pieces)
         copied = yield from self._reader.copy(hit, pieces, deadline_s=deadline_s)
+        if copied.corrupt and hit.lease.adrift:
+            raise hit.lease.expired()  # they have moved: nobody's bytes are wrong
         if copied.bad:
             yield from self._report(hit, copied)
             copied = yield from self._fail_over(hit, pieces, copied, deadline_s)

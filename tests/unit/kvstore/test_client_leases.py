@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -117,12 +118,38 @@ def test_ranges_outside_of_a_block_are_refused(stack, start, nbytes):
     client.release(hit)
 
 
-def test_a_new_master_knows_no_lease_of_the_old_one(stack):
-    pool, keys, region = filled(stack, 2, lease_s=0.6, request_timeout_s=2.0)
+def test_reads_go_on_while_no_master_answers(stack):
+    pool, keys, region = filled(stack, 2, lease_s=0.6, request_timeout_s=1.0)
     client = pool.store.client
+    offsets = 2 * BLOCK + np.arange(2) * BLOCK
+    name, value = "hot", secrets.token_bytes(BLOCK)
+    pool.store.put(name, value)
+    assert [pool.store.get(name) for _ in range(3)] == [value] * 3
     with client.hold(client.lookup_prefix(keys)) as held:
         pool.master.close()
-        eventually(lambda: held.lost, "the lease could not be renewed")
+        eventually(lambda: held.hit.lease.adrift, "its time is over, and nobody renewed it")
+        assert not held.lost
+        region.array[2 * BLOCK :] = 0
+        assert client.get_into(held.hit, region, offsets) == 2
+        assert np.array_equal(region.array[: 2 * BLOCK], region.array[2 * BLOCK :])
+        assert pool.store.get(name) == value, "known places are read on"
+        with pytest.raises(MasterUnavailable):
+            pool.store.get("another")
+        # Somebody else's bytes are there now, for all this client knows.
+        segment = pool.nodes[0].segments[0].region.array
+        segment[int(held.hit.offsets[1]) + 9] ^= 1
+        with pytest.raises(LeaseExpired):
+            client.get_into(held.hit, region, offsets)
+        segment[int(held.hit.offsets[1]) + 9] ^= 1
+
+
+def test_a_master_that_forgot_a_lease_ends_it(stack):
+    pool, keys, region = filled(stack, 2, lease_s=0.6)
+    client = pool.store.client
+    with client.hold(client.lookup_prefix(keys)) as held:
+        pool.master.lead(term=1, until_s=math.inf)  # as one that has just started
+        eventually(lambda: held.lost, "it does not know the lease")
+        eventually(lambda: held.hit.lease.late_s() > 0, "nor does it run for ever")
         with pytest.raises(LeaseExpired):
             client.get_into(held.hit, region, np.arange(2) * BLOCK)
     assert client.statistics().lost_leases == 1
@@ -223,16 +250,18 @@ def test_losses_are_told_each_by_its_own_lease(keeper):
     eventually(lambda: script.released == [1], "what is lost need not be released")
 
 
-def test_a_silent_master_is_asked_again_until_the_lease_is_over(keeper):
+def test_a_silent_master_is_asked_again_and_again(keeper):
     keeper, script = keeper
     script.failing = True
     one, other = lease(1, 0.6), lease(2, 30.0)
     keeper.keep(one, max_s=60.0)
     keeper.keep(other, max_s=60.0)
-    eventually(lambda: one.lost, "its time was over")
+    eventually(lambda: one.adrift, "its time was over")
     assert sum(1 in asked for asked in script.asked) > 1
-    assert not other.lost
+    assert not one.lost
+    assert not other.adrift
     script.failing = False
+    eventually(lambda: not one.adrift and one.late_s() < 0, "renewed after all")
 
 
 def test_holds_are_bounded(keeper):
