@@ -67,6 +67,11 @@ COMMANDS = {
         attribute="store_node_command",
         help="Lend this machine's memory and disks to the KV store.",
     ),
+    "store-admin": LazyCommand(
+        module="moe_runtime.store_admin",
+        attribute="store_admin_command",
+        help="Serve the administration of the KV store over HTTP.",
+    ),
     "doctor": LazyCommand(
         module="moe_runtime.doctor",
         attribute="doctor_command",

@@ -66,10 +66,11 @@ def failures_in_one_line() -> Iterator[None]:
     """Turn what can go wrong outside of this program into one line and exit status 1."""
     # Imported here: they bring torch, which `config` and `--help` do without.
     from elastic import ElasticError
+    from kvstore import KVStoreError
     from moe_runtime.errors import MoeRuntimeError
     from transfer import TransferError
 
     try:
         yield
-    except (MoeRuntimeError, ElasticError, TransferError, OSError) as error:
+    except (MoeRuntimeError, ElasticError, KVStoreError, TransferError, OSError) as error:
         raise click.ClickException(" ".join(str(error).split())) from error

@@ -162,6 +162,7 @@ class LocalCluster:
         from moe_runtime.front.front import Front
         from moe_runtime.front.http_server import HttpServer
         from moe_runtime.pool_fencing import PoolFencing, RemoteMasters
+        from moe_runtime.store_admin import store_administration
         from moe_runtime.worker import FRONT_KEY, MASTER_KEY
 
         config, cluster = self._config, self._config.cluster
@@ -189,6 +190,9 @@ class LocalCluster:
         self._front = Front(config, secret=secret, on_view=fencing.on_view)
         self._stack.callback(master.close)
         master.open()
+        if config.kvstore.admin.enabled:
+            administration = store_administration(config, secret=secret, embedded=master.address)
+            self._stack.enter_context(administration)
         self._stack.push_async_callback(fencing.close)
         self._stack.push_async_callback(self._front.stop)
         await self._front.start()

@@ -52,7 +52,7 @@ def store_master_command(shard: int, host: str, port: int, **options: object) ->
     if masters.addresses and not port:
         host, _, text = masters.addresses[shard].rpartition(":")
         port = int(text)
-    with failures_in_one_line(), _until_signalled() as stack:
+    with failures_in_one_line(), until_signalled() as stack:
         server = MasterServer(
             config.kvstore,
             secret=read_secret(config.cluster),
@@ -85,7 +85,7 @@ def store_node_command(embedded: str, **options: object) -> None:
         directory = directory_of(config.kvstore.masters, embedded=embedded)
     except ValueError as error:
         raise click.UsageError(f"{error}; or give --master") from error
-    with failures_in_one_line(), _until_signalled() as stack:
+    with failures_in_one_line(), until_signalled() as stack:
         secret = read_secret(config.cluster)
         engine = TransferEngine(config.transfer, name=secrets.token_hex(8), secret=secret)
         node = StoreNode(engine, directory, config.kvstore, secret=secret)
@@ -112,7 +112,7 @@ def _stand_for_election(
 
 
 @contextmanager
-def _until_signalled() -> Iterator[ExitStack]:
+def until_signalled() -> Iterator[ExitStack]:
     """Open what the block enters into the stack, wait for SIGINT or SIGTERM, and close it."""
     from kvstore import KVStoreError
 

@@ -197,3 +197,35 @@ def test_the_command_line_against_a_running_pool(pool, server, token_file, tmp_p
     for outcome in (refused, cli("drain", "no-such-node")):
         assert "Traceback" not in outcome.stderr
         assert outcome.stderr.count("\n") == 1
+
+
+def test_the_service_as_a_process_of_its_own(pool, token_file, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(pool.secret.hex().encode())
+    secret.chmod(0o600)
+    command = [sys.executable, "-m", "moe_runtime", "store-admin", "--master", pool.master.address]
+    settings = {
+        "cluster.secret_file": secret,
+        "kvstore.admin.token_file": token_file,
+        "kvstore.admin.port": 0,
+        "kvstore.admin.enabled": "true",
+    }
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    refused = subprocess.run(
+        [*command, "--set", "kvstore.admin.host=0.0.0.0"],
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 2
+    assert "loopback" in refused.stderr
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        url = process.stdout.readline().split()[-1]
+        # The pool has another secret (this one is its hexadecimal form): the masters say nothing.
+        answer = httpx.get(f"{url}/ready", timeout=WAIT_S)
+        assert (answer.status_code, answer.json()["masters_away"]) == (503, 1)
+        assert httpx.get(f"{url}/live", timeout=WAIT_S).status_code == 200
+    finally:
+        process.terminate()
+        assert process.wait(WAIT_S) == 0
+        process.stdout.close()
