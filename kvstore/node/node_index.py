@@ -50,6 +50,11 @@ class NodeIndex:
         """Enter what a writer says; False if it is impossible."""
         if not block.fits(self._nbytes):
             return False
+        same = self._blocks.get(block.offset)
+        if same is not None and same.end == block.end:  # usual where blocks are of one size
+            self._held_bytes += block.nbytes - same.nbytes
+            self._blocks[block.offset] = block
+            return True
         self.forget_range(block.offset, block.end)
         self._offsets.insert(bisect_left(self._offsets, block.offset), block.offset)
         self._blocks[block.offset] = block
