@@ -83,24 +83,34 @@ class SegmentAllocator:
         None although one would fit is possible only if it is larger by less than 1/16 and hidden
         behind `LOOKED_AT_MAX` others that are too small.
         """
+        offset, count = self.allocate_run(nbytes, 1)
+        return offset if count else None
+
+    def allocate_run(self, nbytes: int, count: int) -> tuple[int, int]:
+        """Return where up to so many blocks of this size lie one behind the other, and how many.
+
+        One range is cut; 0 blocks if none is found, as with `allocate`.
+        """
         assert nbytes > 0, nbytes
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         number = class_of(size)
         if not self.filled >> number:
-            return None
+            return 0, 0
         own = self._classes.get(number)
         if own is not None and size in own:
             hole = size
         else:
             number, hole = self._larger(number, size)
             if hole == 0:
-                return None
+                return 0, 0
         offset = next(reversed(self._classes[number][hole]))
         self._delete(offset, hole)
-        if hole > size:
-            self._insert(offset + size, hole - size)
-        self.used += size
-        return offset
+        count = min(count, hole // size)
+        taken = count * size
+        if hole > taken:
+            self._insert(offset + taken, hole - taken)
+        self.used += taken
+        return offset, count
 
     def release(self, offset: int, nbytes: int) -> None:
         """Give back what `allocate` handed out, or what was taken from the start.

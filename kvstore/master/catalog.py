@@ -77,7 +77,7 @@ class Catalog:
         self.eviction = eviction
         self._events = events
         self.table = CopyTable()
-        self.pool = SegmentPool(self.table, evict=self.evict)
+        self.pool = SegmentPool(self.table, clear=self._clear)
         self.puts = OpenPuts(self.table)
         self.index = BlockIndex(self.table)
         self.leases = LeaseTable(lease_s)
@@ -105,29 +105,33 @@ class Catalog:
 
     # -- a block comes ------------------------------------------------------------------------
 
-    def describe(self, row: int, *, checksum: int, chunk_bytes: int, tenant: Tenant) -> None:
-        """Fill in what a fresh row has besides its place, and charge its tenant."""
-        self.table.checksum[row] = checksum
-        self.table.chunk_bytes[row] = chunk_bytes
-        self.table.tenant[row] = tenant.number
-        self.table.group[row] = NO_GROUP
-        tenant.used_bytes += self.table.space[row]
+    def describe(
+        self, rows: Sequence[int], checksums: Iterable[int], chunk_bytes: int, tenant: Tenant
+    ) -> None:
+        """Fill in what fresh rows, of equal space, have besides a place; charge their tenant."""
+        table, number = self.table, tenant.number
+        for row, checksum in zip(rows, checksums, strict=True):
+            table.checksum[row] = checksum
+            table.chunk_bytes[row] = chunk_bytes
+            table.tenant[row] = number
+            table.group[row] = NO_GROUP
+        if rows:
+            tenant.used_bytes += len(rows) * table.space[rows[0]]
 
     def attach(self, row: int, *, pin: int, pin_s: float, group: str, now: float) -> bool:
-        """Make a COMMITTED row a block, or a further copy of one; else free its bytes.
+        """Make an OPEN copy a block, or a further copy of one; else free its bytes.
 
         A further copy is pinned and grouped as the block is.
         """
         table, tenant = self.table, self.table.tenant[row]
         key = table.keys[row]
-        first = self.index.rows.get(key)
-        if first is not None:
+        first = self.index.rows.setdefault(key, row)
+        if first != row:
             pin, table.group[row] = table.pin[first], table.group[first]
             if table.tenant[first] != tenant or not self.index.attach(row):
                 self._free(row)
                 return False
         else:
-            self.index.attach(row)
             self.tenants[tenant].blocks += 1
             if pin:
                 self.pins.enter(key, pin, pin_s, now)
@@ -156,7 +160,6 @@ class Catalog:
         if table.state[row] == QUARANTINED:  # too late, but now its bytes are at rest
             self._free(row)
             return False
-        self.pool.segments[table.segment[row]].become(row, COMMITTED)
         if not self.attach(row, pin=batch.pin, pin_s=batch.pin_s, group=batch.group, now=now):
             return False
         self.counts["stored"] += table.sibling[row] == row  # the first copy
@@ -184,8 +187,7 @@ class Catalog:
                 self.settle(batch, place)
             else:
                 self.quarantine(batch, place)
-        self._leave_source(batch)
-        self._forget_planned(batch)
+        self._end_planned(batch)
         return len(places)
 
     def make_way(self, tenant: Tenant, nbytes: int) -> bool:
@@ -214,7 +216,7 @@ class Catalog:
             return None
         self.last_copy_id += 1
         checksum, chunk_bytes = table.checksum[row], table.chunk_bytes[row]
-        self.describe(copy, checksum=checksum, chunk_bytes=chunk_bytes, tenant=tenant)
+        self.describe([copy], [checksum], chunk_bytes, tenant)
         batch = PutBatch(
             client=self.pool.of(row).node.name,
             batch=-self.last_copy_id,
@@ -238,7 +240,7 @@ class Catalog:
         if batch is None:
             return False
         stored = self.commit(batch, 0, now)
-        self._leave_source(batch)
+        self._end_planned(batch)
         return stored
 
     def abort_copy(self, copy_id: int, *, at_rest: bool) -> None:
@@ -247,12 +249,11 @@ class Catalog:
         if batch is not None:
             self.end_batch(batch, at_rest=at_rest)
 
-    def _leave_source(self, batch: PutBatch) -> None:
+    def _end_planned(self, batch: PutBatch) -> None:
+        """A planned copy is over, its bytes perhaps in quarantine: its source may go."""
         if batch.source >= 0:
             source, batch.source = batch.source, SOURCE_LEFT
             self._unlease((source,))
-
-    def _forget_planned(self, batch: PutBatch) -> None:
         if batch.batch < 0 and not batch.rows:
             self._planned.pop(-batch.batch, None)
 
@@ -311,13 +312,6 @@ class Catalog:
         else:
             self._free(row)
 
-    def remove(self, key: bytes) -> bool:
-        """Drop all copies of a block; False if it is not there."""
-        rows = self.copies(key)
-        for row in rows:
-            self.drop(row)
-        return bool(rows)
-
     def drop_node(self, name: str) -> None:
         """Forget a node's copies and the puts into its memory. Unknown nodes are ignored."""
         node = self.pool.node(name)
@@ -325,8 +319,7 @@ class Catalog:
             return
         segments = {segment.index: segment for segment in node.segments.values()}
         for batch in self.puts.lose(set(segments)):
-            self._leave_source(batch)
-            self._forget_planned(batch)
+            self._end_planned(batch)
         for segment in segments.values():
             for row in self.table.rows_in(segment.index, OPEN, COMMITTED, RETIRED, QUARANTINED):
                 self._lose(row, segment)
@@ -347,17 +340,26 @@ class Catalog:
             table.give_back(row)
 
     def evict(self, row: int) -> None:
-        """Drop a copy, and with a block's last copy its group, to make room."""
+        """Drop a committed copy that nobody reads, and a block's group with its last copy."""
+        self._clear(row)
+        self.pool.of(row).become(row, FREE)
+        self.table.give_back(row)
+
+    def _clear(self, row: int) -> None:
+        """Take a victim out of all books but its segment's; see `SegmentPool`."""
+        table = self.table
+        assert not table.leases[row], row
         for observer in self.observers:
             observer.evicting(row)
         self.counts["evicted"] += 1
-        group, key = self.table.group[row], self.table.keys[row]
-        self.drop(row, evicted=True)
+        group, key = table.group[row], table.keys[row]
+        self._detach(row, evicted=True)
+        self.tenants[table.tenant[row]].used_bytes -= table.space[row]
         if group == NO_GROUP or key in self.index.rows:
             return
         for other in self.groups.keys(group):  # without this one, they are of no use
             for copy in self.copies(other):
-                if self.table.pin[copy] == Pin.NONE and not self.table.leases[copy]:
+                if table.pin[copy] == Pin.NONE and not table.leases[copy]:
                     self.counts["evicted"] += 1
                     self.drop(copy, evicted=True)
 

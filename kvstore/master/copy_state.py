@@ -40,7 +40,6 @@ FREE, OPEN, COMMITTED, RETIRED, QUARANTINED, LOST = (int(state) for state in Cop
 _ARROWS: Final = frozenset(
     {
         (FREE, OPEN),
-        (FREE, COMMITTED),  # a node holds it already
         (OPEN, COMMITTED),
         (OPEN, QUARANTINED),
         (OPEN, FREE),

@@ -8,13 +8,14 @@ when the copy goes.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.eviction import EvictionRows
-from kvstore.master.copy_state import FREE
+from kvstore.master.copy_state import FREE, OPEN
 
 GROWTH_MIN: Final = 1024
 GROWTH_SHARE: Final = 8  # the table grows by an eighth
@@ -85,19 +86,41 @@ class CopyTable:
         return len(self.keys) - len(self._unused)
 
     def take(self, key: bytes, segment: int, offset: int, length: int, space: int) -> int:
-        """Return a row for a copy that is still FREE; what is not given here is 0 or stale."""
-        if not self._unused:
-            self._grow()
-        row = self._unused.pop()
+        """Return a row for an OPEN copy; what is not given here is 0 or stale."""
+        return self.take_run([key], segment, offset, [length], space)[0]
+
+    def take_run(
+        self, keys: Sequence[bytes], segment: int, offset: int, lengths: Sequence[int], space: int
+    ) -> list[int]:
+        """Return rows for OPEN copies that lie one behind the other from `offset` on."""
+        unused, names, states = self._unused, self.keys, self.state
+        segments, offsets, lengths_of, spaces = self.segment, self.offset, self.length, self.space
+        leases, pins, siblings = self.leases, self.pin, self.sibling
+        rows: list[int] = []
+        for key, length in zip(keys, lengths, strict=True):
+            if not unused:
+                self._grow()
+            row = unused.pop()
+            names[row] = key
+            states[row] = OPEN
+            segments[row] = segment
+            offsets[row] = offset
+            lengths_of[row] = length
+            spaces[row] = space
+            leases[row] = pins[row] = 0
+            siblings[row] = row
+            offset += space
+            rows.append(row)
+        return rows
+
+    def take_over(self, row: int, key: bytes, length: int) -> None:
+        """Use a row, and the place that it names, for an OPEN copy of another block."""
+        assert self.leases[row] == 0, row
         self.keys[row] = key
-        self.segment[row] = segment
-        self.offset[row] = offset
+        self.state[row] = OPEN
         self.length[row] = length
-        self.space[row] = space
-        self.leases[row] = 0
         self.pin[row] = 0
         self.sibling[row] = row
-        return row
 
     def give_back(self, row: int) -> None:
         """Let a row be used for another copy. It must be FREE."""

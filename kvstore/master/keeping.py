@@ -40,7 +40,10 @@ class Keeping:
         if tenant is None:
             return not_entered(request.client)
         named = self._named(request.keys, request.group, tenant)
-        return m.Done(sum(self._catalog.remove(key) for key in named))
+        for key in named:
+            for row in self._catalog.copies(key):
+                self._catalog.drop(row)
+        return m.Done(len(named))
 
     def _set_pin(self, request: m.SetPin, now: float) -> m.Reply:
         tenant = self._catalog.tenants.acting(request.client)

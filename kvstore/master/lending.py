@@ -122,12 +122,7 @@ class Lending:
             row = segment.adopt(key, offset, length, space)
             if row is None:
                 continue
-            catalog.describe(
-                row,
-                checksum=checksum,
-                chunk_bytes=chunk_bytes,
-                tenant=catalog.tenants.named(tenant),
-            )
+            catalog.describe([row], [checksum], chunk_bytes, catalog.tenants.named(tenant))
             pin = m.Pin.HARD if pinned else m.Pin.NONE
             if catalog.attach(row, pin=pin, pin_s=0.0, group=group, now=now):
                 adopted += 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from kvstore.master.copy_state import FREE
 from kvstore.master.copy_table import CopyTable
 from kvstore.master.segment import Node, Segment
 from kvstore.wire.messages import Medium, NodeAddress, PutOutcome
@@ -26,12 +27,14 @@ class Candidates:
 
     Attributes:
         sets: The segments.
+        full: From which size on there is no free range in a set, by its position.
         evicting: Where the last eviction was; it goes on there for `runs_on` further ones, before
             the ages of all are compared again.
         runs_on: See there.
     """
 
     sets: tuple[tuple[Segment, ...], ...]
+    full: dict[int, int] = field(default_factory=dict)
     evicting: Segment | None = None
     runs_on: int = 0
 
@@ -41,12 +44,13 @@ class SegmentPool:
 
     Args:
         table: The columns of their copies.
-        evict: Called with a row that has to go; its bytes must be free afterwards.
+        clear: Called with a committed copy that has to go and that nobody reads: it is in none of
+            the other books afterwards, and its place is the pool's.
     """
 
-    def __init__(self, table: CopyTable, *, evict: Callable[[int], None]) -> None:
+    def __init__(self, table: CopyTable, *, clear: Callable[[int], None]) -> None:
         self._table = table
-        self._evict = evict
+        self._clear = clear
         self._nodes: dict[str, Node] = {}
         self._segments: dict[int, Segment] = {}  # by `Segment.index`
         self._last_index = -1
@@ -170,6 +174,22 @@ class SegmentPool:
                 sets[1 if node is not home else 2].append(segment)
         return Candidates(sets=tuple(tuple(group) for group in sets if group))
 
+    def place_free(
+        self, keys: Sequence[bytes], lengths: Sequence[int], space: int, candidates: Candidates
+    ) -> list[int]:
+        """Return rows of open copies of the first of these blocks, as many as free ranges take.
+
+        Like `place` for each of them, as long as nothing has to be evicted.
+        """
+        rows: list[int] = []
+        for segment in candidates.sets[0] if candidates.sets else ():
+            while len(rows) < len(keys) and segment.may_fit(space):
+                run = segment.place_run(keys[len(rows) :], lengths[len(rows) :], space)
+                if not run:
+                    break
+                rows += run
+        return rows
+
     def place(
         self,
         key: bytes,
@@ -188,15 +208,18 @@ class SegmentPool:
             candidates: Where.
             without: Failure domains in which a copy is already.
         """
-        for group in candidates.sets:
+        for number, group in enumerate(candidates.sets):
             allowed = group
             if without:
                 allowed = tuple(s for s in group if s.node.domain not in without)
-            for segment in allowed:
-                if segment.may_fit(space):
-                    row = segment.place(key, length, space)
-                    if row is not None:
-                        return row
+            if space < candidates.full.get(number, math.inf):
+                for segment in allowed:
+                    if segment.may_fit(space):
+                        row = segment.place(key, length, space)
+                        if row is not None:
+                            return row
+                if not without:
+                    candidates.full[number] = space
             row = self._evict_for(key, length, space, allowed, candidates)
             if row is not None:
                 return row
@@ -213,11 +236,11 @@ class SegmentPool:
         last = candidates.evicting
         if candidates.runs_on and last is not None and last in segments:
             candidates.runs_on -= 1
-            row = self._make_room(last, key, length, space)
+            row = self._make_room(last, key, length, space, candidates)
             if row is not None:
                 return row
         for segment in sorted(segments, key=self._age) if len(segments) > 1 else segments:
-            row = self._make_room(segment, key, length, space)
+            row = self._make_room(segment, key, length, space, candidates)
             if row is not None:
                 candidates.evicting, candidates.runs_on = segment, RUN_MAX
                 return row
@@ -228,13 +251,21 @@ class SegmentPool:
         largest = max((segment.capacity for segment in self), default=space)
         return PutOutcome.NO_SPACE if space <= largest else PutOutcome.TOO_LARGE
 
-    def _make_room(self, segment: Segment, key: bytes, length: int, space: int) -> int | None:
+    def _make_room(
+        self, segment: Segment, key: bytes, length: int, space: int, candidates: Candidates
+    ) -> int | None:
         if not segment.can_make_room(space):
             return None
         allowance = EVICTED_MAX * space
         while allowance > 0 and (victim := segment.victim()) is not None:
             allowance -= self._table.space[victim]
-            self._evict(victim)
+            self._clear(victim)
+            if segment.may_take_over(victim, space):
+                segment.take_over(victim, key, length)
+                return victim
+            candidates.full.clear()  # there may be something left over
+            segment.become(victim, FREE)
+            self._table.give_back(victim)
             row = segment.place(key, length, space)
             if row is not None:
                 return row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -119,14 +120,13 @@ class Segment:
             self._space = self._space.allocator()
 
     def adopt(self, key: bytes, offset: int, length: int, space: int) -> int | None:
-        """Return a row for a committed copy that the node holds; None if its range is not free."""
+        """Return a row for a copy that the node holds, OPEN yet; None if its range is not free."""
         assert isinstance(self._space, ReservedRanges), self.where
         space = self._whole_units(space)
         if not self._space.reserve(offset - self.base, space):
             return None
         row = self._table.take(key, self.index, offset, length, space)
-        self._table.state[row] = COMMITTED
-        self.bytes_in[COMMITTED] += space
+        self.bytes_in[OPEN] += space
         return row
 
     def may_fit(self, space: int) -> bool:
@@ -144,9 +144,31 @@ class Segment:
         if offset is None:
             return None
         row = self._table.take(key, self.index, self.base + offset, length, space)
-        self._table.state[row] = OPEN
         self.bytes_in[OPEN] += space
         return row
+
+    def place_run(self, keys: Sequence[bytes], lengths: Sequence[int], space: int) -> list[int]:
+        """Return rows for open copies, one behind the other; fewer, or none, if few fit so."""
+        if not isinstance(self._space, SegmentAllocator):
+            return []
+        space = self._whole_units(space)
+        offset, count = self._space.allocate_run(space, len(keys))
+        self.bytes_in[OPEN] += count * space
+        return self._table.take_run(
+            keys[:count], self.index, self.base + offset, lengths[:count], space
+        )
+
+    def may_take_over(self, row: int, space: int) -> bool:
+        """Tell whether a copy that goes leaves exactly the space of one that comes."""
+        return self._table.space[row] == self._whole_units(space)
+
+    def take_over(self, row: int, key: bytes, length: int) -> None:
+        """Open a copy in the place of a committed one, which is in none of the books any more."""
+        check_arrow(self._table.state[row], FREE, self.where)
+        self._table.take_over(row, key, length)
+        space = self._table.space[row]
+        self.bytes_in[COMMITTED] -= space
+        self.bytes_in[OPEN] += space
 
     def _whole_units(self, space: int) -> int:
         """Return the space that a block takes here: on a disk whole blocks of the file system.
@@ -170,9 +192,19 @@ class Segment:
     # -- what may be evicted ------------------------------------------------------------------
 
     def enter(self, row: int, parent: bytes | None) -> None:
-        """Take a committed copy, leased by nobody, into the order of eviction by its pin."""
+        """Commit an open copy, and take it into the order of eviction by its pin."""
+        table = self._table
+        space = table.space[row]
+        check_arrow(table.state[row], COMMITTED, self.where)
+        table.state[row] = COMMITTED
+        self.bytes_in[OPEN] -= space
+        self.bytes_in[COMMITTED] += space
         self.blocks += 1
-        self._order(row, parent)
+        if table.pin[row] == NONE:
+            self._policy.admit(row, parent)
+            self.evictable_bytes += space
+        else:
+            self._order(row, parent)
 
     def leave(self, row: int, *, evicted: bool = False) -> None:
         """Take a committed copy, on its way out, from the order of eviction."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvstore.checksum import table_bytes
@@ -94,20 +94,51 @@ class Writing:
             prefer=request.prefer,
             media=request.media,
         )
-        chunk_bytes = request.chunk_bytes
-        spaces = {n: padded(n + table_bytes(n, chunk_bytes)) for n in set(request.lengths)}
         outcomes: list[m.PutOutcome] = []
+        fresh: dict[bytes, int] = {}
         for position, key in enumerate(request.keys):
             row = index.get(key)
             if row is not None:
                 outcome = self._existing(request, position, row, tenant, now)
             elif key in writers or position * batch.replicas in batch.rows:
                 outcome = self._being_written(key, batch, position)
+            elif key in fresh:
+                outcome = m.PutOutcome.IN_PROGRESS
             else:
-                space = spaces[request.lengths[position]]
-                outcome = self._place(request, position, space, batch, tenant, candidates)
+                fresh[key] = position
+                outcome = m.PutOutcome.GRANTED  # unless it can't be placed
             outcomes.append(outcome)
+        by_length: dict[int, list[int]] = {}
+        for position in fresh.values():
+            by_length.setdefault(request.lengths[position], []).append(position)
+        for positions in by_length.values():
+            self._place_all(request, positions, batch, tenant, candidates, outcomes)
         return outcomes
+
+    def _place_all(
+        self,
+        request: m.Allocate,
+        positions: Sequence[int],
+        batch: PutBatch,
+        tenant: Tenant,
+        candidates: Candidates,
+        outcomes: list[m.PutOutcome],
+    ) -> None:
+        """Open copies of blocks of one length; write down which of them can't be placed."""
+        catalog, length = self._catalog, request.lengths[positions[0]]
+        space = padded(length + table_bytes(length, request.chunk_bytes))
+        rows: Sequence[int] = ()
+        if batch.replicas == 1 and tenant.quota_bytes is None:
+            keys = [request.keys[position] for position in positions]
+            rows = catalog.pool.place_free(keys, [length] * len(keys), space, candidates)
+            placed = positions[: len(rows)]
+            checksums = [request.checksums[position] for position in placed]
+            catalog.describe(rows, checksums, request.chunk_bytes, tenant)
+            batch.rows.update(zip(placed, rows, strict=True))
+            for key, row in zip(keys, rows, strict=False):
+                catalog.puts.hold(key, row)
+        for position in positions[len(rows) :]:
+            outcomes[position] = self._place(request, position, space, batch, tenant, candidates)
 
     def _existing(
         self, request: m.Allocate, position: int, row: int, tenant: Tenant, now: float
@@ -148,12 +179,7 @@ class Writing:
             row = catalog.pool.place(key, length, space, candidates, without=domains)
             if row is None:
                 return m.PutOutcome.GRANTED if copy else catalog.pool.why_not(space)
-            catalog.describe(
-                row,
-                checksum=request.checksums[position],
-                chunk_bytes=request.chunk_bytes,
-                tenant=tenant,
-            )
+            catalog.describe([row], [request.checksums[position]], request.chunk_bytes, tenant)
             if copy == 0:
                 catalog.puts.hold(key, row)
             batch.rows[position * batch.replicas + copy] = row
