@@ -6,6 +6,7 @@ import secrets
 from contextlib import ExitStack
 from typing import Any
 
+from configs.kvstore_policies import FillingPolicy, PolicyConfig
 from configs.schema import KVStoreConfig, TransferConfig
 from kvstore import MasterServer, Store, StoreNode
 from transfer import TransferEngine
@@ -19,7 +20,9 @@ class Pool:
 
     def __init__(self, stack: ExitStack, *, nodes: int = 1, masters: int = 1, **knobs: Any) -> None:
         self.secret = secrets.token_bytes(16)
-        defaults = {"segment_bytes": SEGMENT, "request_timeout_s": WAIT_S}
+        # Blocks stay where they are put, unless a test wants the master to move them.
+        still = PolicyConfig(filling=FillingPolicy(bytes_per_s=0))
+        defaults = {"segment_bytes": SEGMENT, "request_timeout_s": WAIT_S, "policies": still}
         self.config = KVStoreConfig(**{**defaults, **knobs})
         self.stack = stack
         self.masters = [

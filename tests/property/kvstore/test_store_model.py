@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from configs.kvstore_policies import PolicyConfig
 from configs.schema import TransferBackend, TransferConfig
 from kvstore import GetOutcome, Pieces, Pin, PutOptions, PutOutcome, RegionPiece, Store
 from tests.support.engines import eventually
@@ -255,7 +256,14 @@ def compare(backend: TransferBackend, *, tight: bool, masters: int) -> None:
     seed = secrets.randbits(32)
     with ExitStack() as stack:
         segment_bytes = (1 << 17 if tight else 4 << 20) * masters
-        pool = Pool(stack, nodes=2, masters=masters, segment_bytes=segment_bytes, lease_s=5.0)
+        pool = Pool(
+            stack,
+            nodes=2,
+            masters=masters,
+            segment_bytes=segment_bytes,
+            lease_s=5.0,
+            policies=PolicyConfig(),  # blocks are moved between the nodes meanwhile
+        )
         sides = [Side(pool, stack, backend) for _ in range(2)]
         model = Model(random.Random(seed), sides, tight=tight)
         for number in range(STEPS):
