@@ -210,3 +210,24 @@ def test_a_corrupted_block_is_found_by_its_reader(tmp_path, stack, medium):
     assert member.client.get_into(hit, member.region, offsets + (1 << 15)) == 4
     member.client.release(hit)
     master.check_invariants()
+
+
+@pytest.mark.parametrize("medium", ["dram", "cxl", "ssd"])
+def test_a_corrupted_block_is_found_by_the_scrubber(tmp_path, stack, medium):
+    """Nobody reads it: the master drops it all the same, and no other."""
+    path = tmp_path / "file"
+    if medium == "cxl":
+        path.touch()
+        os.truncate(path, SIZE)
+    segment = {"medium": medium, "bytes": SIZE, "path": None if medium == "dram" else path}
+    scrub = {"period_s": 0.3, "bytes_per_s": 1 << 30}
+    master, (member,) = start_pool(stack, members=1, segments=[segment], scrub=scrub)
+    keys = [secrets.token_bytes(16) for _ in range(4)]
+    assert set(member.client.put(keys, member.region, np.arange(4) * BLOCK, BLOCK)) == {"stored"}
+    wait_until(lambda: len(member.node.segments[0].held().keys) == 4)
+    (bad,) = [b for b in member.node.segments[0].index.blocks() if b.key == keys[1]]
+    damage(member.node.segments[0], bad.offset + 7)
+    wait_until(lambda: list(member.client.exists(keys)) == [True, False, True, True])
+    assert master.statistics().corrupt_blocks == 1
+    assert member.node.statistics().scrub.dropped_blocks == 1
+    master.check_invariants()
