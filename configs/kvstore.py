@@ -14,6 +14,7 @@ from configs.kvstore_admin import KVAdminConfig
 from configs.kvstore_masters import KVMastersConfig
 from configs.kvstore_policies import PolicyConfig
 from configs.kvstore_segments import ScrubConfig, SegmentConfig
+from configs.kvstore_tenants import TenantConfig
 
 
 class Eviction(StrEnum):
@@ -78,6 +79,11 @@ class KVStoreConfig(Frozen):
         True,
         description="Keep a copy of each expert in the pool, on another worker than its owner.",
     )
+    tenants: tuple[TenantConfig, ...] = Field(
+        (),
+        max_length=4096,
+        description="Who may use the pool; none: whoever holds the cluster secret, without quotas.",
+    )
     masters: KVMastersConfig = KVMastersConfig()
     events: KVEventsConfig = KVEventsConfig()
     admin: KVAdminConfig = KVAdminConfig()
@@ -99,6 +105,13 @@ class KVStoreConfig(Frozen):
             for segment in self.segments
         )
         return self.model_copy(update={"segments": segments})
+
+    @model_validator(mode="after")
+    def _one_tenant_per_name(self) -> Self:
+        names = [tenant.name for tenant in self.tenants]
+        if len(set(names)) != len(names):
+            raise ValueError("two tenants have one name")
+        return self
 
     @model_validator(mode="after")
     def _one_owner_per_file(self) -> Self:

@@ -22,6 +22,7 @@ import msgspec
 from kvstore.events.event_log import EventLog
 from kvstore.events.publisher import EventPublisher
 from kvstore.master.store_master import MasterTiming, StoreMaster
+from kvstore.master.tenants import TenantRule
 from kvstore.wire import messages as m
 from kvstore.wire.envelope import Answer, seal
 from transfer.control import RpcServer
@@ -213,6 +214,14 @@ class MasterServer:
             timing,
             events=log,
             eviction=config.eviction,
+            tenants=[
+                TenantRule(
+                    name=tenant.name,
+                    token=tenant.token_file.read_text(encoding="utf-8").strip(),
+                    quota_bytes=tenant.quota_bytes,
+                )
+                for tenant in config.tenants
+            ],
             policies=config.policies,
             last_copy_id=time.time_ns() // 1000,  # as above
         )

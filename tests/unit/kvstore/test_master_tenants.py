@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from configs.kvstore import KVStoreConfig
+from kvstore.master.master_server import MasterServer
 from kvstore.master.tenants import ENTERED_MAX, TenantRule
 from kvstore.wire import messages as m
 from tests.support.master_scene import BLOCK, Scene, key
@@ -144,3 +148,13 @@ def test_only_so_many_clients_are_kept_in_mind():
     for i in range(ENTERED_MAX):
         tenants.enter(f"c{i}", tenants.find("free"), "other")
     assert scene.refused(m.Lookup("s", [key(1)])) is m.RefusalReason.NOT_ENTERED
+
+
+def test_tenants_are_configured_with_their_tokens_in_files(tmp_path):
+    (tmp_path / "token").write_text("s3cret\n", encoding="utf-8")
+    tenant = {"name": "t", "token_file": tmp_path / "token", "quota_bytes": 100}
+    config = KVStoreConfig.model_validate({"tenants": [tenant]})
+    master = MasterServer(config, secret=b"only the members of this cluster know it")._master
+    assert master.step(m.Enter("c", "t", "s3cret"), 0.0) == m.Entered("t", 100, 0)
+    with pytest.raises(ValueError, match="one name"):
+        KVStoreConfig.model_validate({"tenants": [tenant, tenant]})
