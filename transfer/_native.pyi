@@ -36,8 +36,10 @@ def process_vm_read(
 def progress(
     lanes: Sequence[Lane], timeout_s: float, /
 ) -> list[tuple[object, int, tuple[int, int, int] | None]]: ...
+def num_urgent() -> int: ...
 
 class Lane:
+    urgent: bool
     evidence: str | None
     in_flight: int
     leader: int
@@ -114,6 +116,7 @@ class Message:
 
 class Books:
     num_queued: int
+    urgent_queued: int
     stopped: bool
     awaited: bool
     urgent_at: float
@@ -136,6 +139,7 @@ class Books:
 
 class ShortWay:
     timeout_s: float
+    on_post: Callable[[], None] | None
     def __init__(
         self,
         region: type,

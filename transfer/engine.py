@@ -63,7 +63,7 @@ class TransferEngine(Movement, Arrivals):
         self._tally = Tally()
         self._table = PeerTable(name)
         self._offers = OfferTable(name)
-        self._loop = EventLoop(name[:8], on_tick=self._on_tick)
+        self._loop = EventLoop(name[:8], on_tick=self._on_tick, on_calm=self._table.when_posted)
         self._links = Links(config, self._table, self._offers, self._tally, self._loop)
         self._board = self._links.board
         self._rendezvous = Rendezvous(
@@ -87,6 +87,7 @@ class TransferEngine(Movement, Arrivals):
             config.operation_timeout_s,
         )
         self._staging = Staging(name, self._table, self._offers, self._board, self._mover)
+        self._staging.stir = self._loop.stir
         self._mover.staging = self._links.staging = self._staging
         self._caller = Caller(self._loop, self._table, self._links)
         self._state = "new"
@@ -120,6 +121,7 @@ class TransferEngine(Movement, Arrivals):
             self._board.open()
             self._links.service.open()
             self._loop.start()
+            self._loop.watch_when_calm(self._board.poll, lambda _: self._board.drain())
         except (OSError, DeviceUnavailable):
             self._state = "closed"
             rdma.discard()
@@ -356,12 +358,12 @@ class TransferEngine(Movement, Arrivals):
             offers=len(self._offers),
         )
 
-    def _on_tick(self, now: float) -> None:
+    def _on_tick(self, now: float) -> bool:
         self._rendezvous.expire(now)
-        self._links.expire(now)
         self._staging.expire(now)
         # Nobody may be waiting for immediates for long: keep the peers' sockets from filling.
         self._board.drain()
+        return self._links.expire(now) or self._rendezvous.is_busy or self._staging.is_busy
 
     def _tell_withdrawn(self, token: bytes, name: str) -> None:
         if (link := self._table.get(name)) is not None:

@@ -1,5 +1,9 @@
 """The engine's one background thread: an epoll loop with a few handlers and a tick.
 
+Where nothing has happened for a while, and nothing is under way, the tick slows down: a process
+that has nothing to do should cost nothing. Whatever begins calls `stir`, and the next tick comes
+as soon as it would have come.
+
 Handlers must be short and never block. A handler that raises ends the thread: that is a bug in
 this package, and the next call of the engine raises `EngineClosed` with the cause.
 """
@@ -22,6 +26,9 @@ from transfer.errors import EngineClosed
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.02
+CALM_TICK_S: Final = 0.2
+# So long nothing has to happen before the tick slows down.
+CALM_S: Final = 0.5
 # How long something is left to whoever is about to do it (`call_soon`).
 SOON_S: Final = 0.004
 JOIN_S: Final = 5.0
@@ -41,13 +48,29 @@ class HasFileno(Protocol):
 class EventLoop:
     """Runs handlers on its own thread. `call`, `ask` and `change` may be called from any thread.
 
+    Args:
+        on_tick: called at every tick; says whether anything is under way.
+        on_calm: called with `stir` when the tick has slowed down.
+
     Attributes:
         failure: what ended the thread, None while it is well.
+        calm: whether the tick has slowed down, and `stir` has something to do.
     """
 
-    def __init__(self, name: str, *, on_tick: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_tick: Callable[[float], bool],
+        on_calm: Callable[[Callable[[], None]], None] = lambda stir: None,
+    ) -> None:
         self.name = name
         self._on_tick = on_tick
+        self._on_calm = on_calm
+        self.calm = False
+        self._slow = False
+        self._calm_since = 0.0
+        self._calm_fds: list[int] = []
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._later: deque[Callable[[], None]] = deque()
@@ -123,6 +146,12 @@ class EventLoop:
         if len(self._later) == 1:
             self._alarm.set(SOON_S)
 
+    def stir(self) -> None:
+        """Something begins, which the thread may not have heard of. Any thread."""
+        if self.calm:
+            self.calm = False
+            self.call_soon(lambda: None)
+
     def ask(self, function: Callable[[], T], timeout_s: float = JOIN_S) -> T:
         """Run `function` on the thread and return its result; runs at once on the thread itself.
 
@@ -153,6 +182,11 @@ class EventLoop:
         self._handlers[sock.fileno()] = handler
         self._epoll.register(sock.fileno(), events)
 
+    def watch_when_calm(self, source: HasFileno, handler: Callable[[int], None]) -> None:
+        """As `watch`, for what is looked at at every tick anyway: only while that is slow."""
+        self._calm_fds.append(source.fileno())
+        self.watch(source, handler, READABLE if self._slow else 0)
+
     def change(self, sock: HasFileno, events: int) -> None:
         """Wait for other events. A socket that is not watched (any more) is ignored."""
         if sock.fileno() in self._handlers:
@@ -172,20 +206,48 @@ class EventLoop:
 
     def _run(self) -> None:
         try:
-            next_tick = time.monotonic() + TICK_S
+            now = self._calm_since = time.monotonic()
+            next_tick = now + TICK_S
             while not self._stopping or self._calls:
-                self._turn(max(next_tick - time.monotonic(), 0.0))
+                happened = self._turn(max(next_tick - time.monotonic(), 0.0))
                 now = time.monotonic()
+                if happened:
+                    self._calm_since = now
+                    self._become_fast()
+                    next_tick = min(next_tick, now + TICK_S)
                 if now >= next_tick:
-                    self._on_tick(now)
-                    next_tick = now + TICK_S
+                    next_tick = now + self._tick(now)
         except BaseException as error:
             self.failure = error
             logger.exception("the transfer thread failed")
             raise
 
-    def _turn(self, timeout_s: float) -> None:
-        for fd, events in self._epoll.poll(timeout_s):
+    def _tick(self, now: float) -> float:
+        """Return the seconds until the next one."""
+        if self._on_tick(now):
+            self._calm_since = now
+            self._become_fast()
+        elif not self._slow and now - self._calm_since >= CALM_S:
+            self._slow = self.calm = True
+            for fd in self._calm_fds:
+                self._epoll.modify(fd, READABLE)
+            self._on_calm(self.stir)
+            # What began before `calm` was set has not stirred it.
+            if self._on_tick(now):
+                self._calm_since = now
+                self._become_fast()
+        return CALM_TICK_S if self._slow else TICK_S
+
+    def _become_fast(self) -> None:
+        if self._slow:
+            self._slow = self.calm = False
+            for fd in self._calm_fds:
+                self._epoll.modify(fd, 0)
+
+    def _turn(self, timeout_s: float) -> bool:
+        """Sleep, then handle what has come; returns whether anything has."""
+        ready = self._epoll.poll(timeout_s)
+        for fd, events in ready:
             if fd == self._wakeup:
                 os.eventfd_read(self._wakeup)
             elif fd == self._alarm.fileno():
@@ -195,5 +257,7 @@ class EventLoop:
             elif (handler := self._handlers.get(fd)) is not None:
                 handler(events)
         # Only what is queued now: calls that queue calls must not starve the sockets.
-        for _ in range(len(self._calls)):
+        num_calls = len(self._calls)
+        for _ in range(num_calls):
             self._calls.popleft()()
+        return bool(ready) or num_calls > 0

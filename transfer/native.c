@@ -54,6 +54,7 @@ static PyMethodDef methods[] = {
     FAST(process_vm_write),
     FAST(process_vm_read),
     FAST(progress),
+    {"num_urgent", num_urgent, METH_NOARGS, num_urgent_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -109,6 +109,12 @@ class PeerLink:
         deputy = self.deputy.requests if self.deputy is not None else None
         return [self.requests] if deputy is None else [self.requests, deputy]
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way, or not as it should be. RDMA is looked after always."""
+        settled = self.state is LinkState.READY and self.evidence is None and self.rdma is None
+        return not settled or self.control.is_busy or any(r.is_busy for r in self._carriers)
+
     def expire(self, now: float) -> None:
         """Fail what is late, over whatever rails. At every tick."""
         self.requests.expire(now)
@@ -269,6 +275,15 @@ class PeerTable:
     def fence(self, name: str, reason: str) -> None:
         """Never accept this name again."""
         self._fenced.setdefault(name, f"fenced: {reason}")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way with anybody."""
+        return any(link.is_busy for link in self.links())
+
+    def when_posted(self, function: Callable[[], None]) -> None:
+        """Call `function` once, when something takes the short way."""
+        self.short_way.on_post = function
 
     def links(self) -> list[PeerLink]:
         """Return all links, connecting ones included."""

@@ -116,6 +116,10 @@ class SignalPoll:
         self._epoll.register(self._wakeup, select.EPOLLIN)
         self._open = True
 
+    def fileno(self) -> int:
+        """Readable while a channel is; -1 once closed."""
+        return self._epoll.fileno()
+
     def close(self) -> None:
         """Free the descriptors; idempotent. The channels belong to their peers."""
         with self._lock:

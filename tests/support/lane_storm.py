@@ -38,8 +38,10 @@ class Storm:
         self.memory, self.source, self.back = np.zeros((3, NBYTES), dtype=np.uint8)
         self.server.add_offer(TOKEN, "peer", self.memory.ctypes.data, NBYTES, 3)
         self.stopping = self.drained = False
+        self.posting = True
         self.answered = self.posted = 0
         self.lane = self._connect()
+        self.lane.urgent = True
         self.key = RegionKey("peer", TOKEN, NBYTES, 3, False)
         self.regions = [Region(torch.from_numpy(memory)) for memory in (self.back, self.source)]
         self.messages: list[Any] = []
@@ -89,6 +91,7 @@ class Storm:
                 self._send_slice(nbytes, writes=writes)
             if self.lane.in_flight > 64:
                 time.sleep(0.001)
+        self.posting = False
 
     def _send_message(self, nbytes: int, *, writes: bool) -> None:
         region = self.regions[writes]
@@ -114,7 +117,7 @@ class Storm:
             self.books.end(ident)
 
     def move(self) -> None:
-        while not (self.drained or (self.stopping and not self.lane.in_flight)):
+        while self.posting or self.lane.in_flight:
             self.settle(native.compiled.progress([self.lane], 0.01))
 
     def look(self) -> None:
@@ -175,6 +178,7 @@ def main() -> int:
     assert all(message.bytes_moved == message.nbytes for message in storm.messages)
     assert len(storm.books) == storm.load.out_bytes == 0
     storm.lane.close()
+    assert native.compiled.num_urgent() == 0
     storm.server.close()
     return 0
 

@@ -126,10 +126,11 @@ class VerbsNode:
         name = RailName("verbs", self.devices[idx], str(idx))
         self.exchange.open_rail(name, self.requests, done)
 
-    def _on_tick(self, now: float) -> None:
+    def _on_tick(self, now: float) -> bool:
         if hasattr(self, "requests"):
             self.requests.expire(now)
             self.exchange.expire(now)
+        return True
 
     def _count(self, immediates: list[int]) -> None:
         self.counted.update(immediates)

@@ -22,6 +22,7 @@ class Attendance:
     """The half of a lane that knows who moves its bytes. Guarded by its rail's lock."""
 
     leader = 0
+    urgent = False
     _interest = READABLE
     _change: Callable[[int], None] | None = None
 

@@ -19,7 +19,13 @@ LOCAL_BUFFER_BYTES: Final = 512 << 10
 
 
 class LaneLike(Protocol):
-    """What `PythonLane` and the compiled lane have in common. Thread-safe."""
+    """What `PythonLane` and the compiled lane have in common. Thread-safe.
+
+    Attributes:
+        urgent: whether bulk gives way to its requests, where it is compiled. Set before the first.
+    """
+
+    urgent: bool
 
     @property
     def evidence(self) -> str | None:

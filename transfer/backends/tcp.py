@@ -92,7 +92,7 @@ class TcpRail:
         with self._lock:
             self._load = load
             if self._kind is not PYTHON:
-                cast("Any", load).bind(self, self.rail, self._call_soon, self._report_led)
+                cast("Any", load).bind(self, self.rail, self._call_soon, self.report)
             self._count_lanes()
 
     def room(self, urgent: bool) -> int:
@@ -118,14 +118,41 @@ class TcpRail:
 
     def progress(self, handle: Transfer, timeout_s: float) -> bool:
         """Lead the lanes that carry a transfer, until something ended. See `leave`."""
+        lanes = self.claim(handle)
+        if not lanes:  # whoever has received the answer, or leads, is about to tell
+            return False
+        self.report(self.move(lanes, timeout_s), lanes)
+        return True
+
+    def claim(self, handle: Transfer) -> list[LaneLike]:
+        """Lead the lanes that carry a transfer; if one of them carries bulk, all that do.
+
+        It would be the engine's thread that moves the bytes of the others, and two threads need
+        the interpreter more often than one.
+        """
         with self._lock:
-            found = [entry for entry in self._lanes_of(handle) if entry.lane.claim()]
+            wanted = self._lanes_of(handle)
+            if any(not entry.urgent for entry in wanted) and type(handle) is not Express:
+                wanted = {*wanted, *self._own[False]}
+            found = [entry.lane for entry in wanted if entry.lane.claim()]
             if len(self._entries) > 1:
                 self._release(threading.get_ident(), found)
-        if not found:  # whoever has received the answer, or leads, is about to tell
-            return False
-        self._report(self._kind.progress([entry.lane for entry in found], timeout_s), found)
-        return True
+        return found
+
+    def move(self, lanes: Sequence[object], timeout_s: float) -> Sequence[Finished]:
+        """Move the bytes of lanes, of this link or of others like it."""
+        return self._kind.progress(cast("Sequence[LaneLike]", lanes), timeout_s)
+
+    def carries(self, item: object) -> bool:
+        """Whether it was posted over this link."""
+        with self._lock:  # its answer may be here before its post has come to an end
+            return item in self._carried or (type(item) is Express and item.link is self)
+
+    def report(self, finished: Sequence[Finished], lanes: Sequence[object]) -> None:
+        """Tell the sink what has ended, and of those of the lanes that are broken."""
+        with self._lock:
+            led = [entry for entry in self._entries if entry.lane in lanes]
+        self._report(finished, led)
 
     def leave(self) -> None:
         """End the leads of the calling thread: the engine's thread takes over."""
@@ -208,12 +235,11 @@ class TcpRail:
         base = 0 if operation.region is None else operation.region.start
         return lane.post(part, header, writes, base, ours, theirs, pieces.lengths)
 
-    def _lanes_of(self, handle: Transfer) -> Sequence[_Entry]:
+    def _lanes_of(self, handle: Transfer) -> set[_Entry]:
         if type(handle) is Express and handle.part is None:
-            return [entry for entry in self._entries if entry.lane is handle.lane]
+            return {entry for entry in self._entries if entry.lane is handle.lane}
         carried = self._carried.items()
-        found = {id(entry): entry for part, entry in carried if part.operation.handle is handle}
-        return list(found.values())
+        return {entry for part, entry in carried if part.operation.handle is handle}
 
     def _lane_of(self, part: Slice) -> _Entry | None:
         entry = self._carried.get(part)
@@ -227,9 +253,9 @@ class TcpRail:
             self._load.attends_soon = True
             self._loop.call_soon(self._attend_left)
 
-    def _release(self, me: int, kept: Sequence[_Entry]) -> None:
+    def _release(self, me: int, kept: Sequence[LaneLike]) -> None:
         for entry in self._entries:
-            if entry not in kept:
+            if entry.lane not in kept:
                 entry.lane.leave(me)
 
     def _on_event(self, entry: _Entry, events: int) -> None:
@@ -238,12 +264,6 @@ class TcpRail:
         with self._lock:
             if entry in self._entries and not (entry.lane.leader and entry.lane.in_flight):
                 entry.lane.watch_all()
-
-    def _report_led(self, finished: Sequence[Finished], lane: LaneLike) -> None:
-        """A thread has led a lane the short way, and this is what it could not settle itself."""
-        with self._lock:
-            led = [entry for entry in self._entries if entry.lane is lane]
-        self._report(finished, led)
 
     def _report(self, finished: Sequence[Finished], entries: Iterable[_Entry]) -> None:
         done = []
@@ -281,6 +301,7 @@ class TcpRail:
         with suppress(OSError):  # it broke already, as its lane will say
             tune(sock)
         entry = _Entry(self._kind.make(sock), urgent)
+        entry.lane.urgent = urgent
         self._entries.append(entry)
         self._loop.watch(entry.lane, partial(self._on_event, entry), READABLE)
         entry.lane.bind(self._loop.fileno(), partial(self._loop.change, entry.lane))

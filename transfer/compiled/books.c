@@ -176,7 +176,7 @@ typedef struct {
     Unfinished list; /* a ring, ascending; this one is between its ends */
     Py_ssize_t count;
     uint64_t following, limit, ahead_max;
-    long long num_queued;
+    long long num_queued, urgent_queued;
     bool stopped; /* nothing takes the short way */
     bool awaited; /* somebody may be waiting for a turn */
     double urgent_at;
@@ -359,6 +359,7 @@ static PyObject *books_is_exhausted(Books *books, void *ignored)
 
 static PyMemberDef books_members[] = {
     BOOKS_MEMBER(num_queued, T_LONGLONG),
+    BOOKS_MEMBER(urgent_queued, T_LONGLONG),
     BOOKS_MEMBER(stopped, T_BOOL),
     BOOKS_MEMBER(awaited, T_BOOL),
     BOOKS_MEMBER(urgent_at, T_DOUBLE),

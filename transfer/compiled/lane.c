@@ -15,6 +15,7 @@ typedef struct Job {
     uint8_t kind;
     uint8_t status;
     bool embedded; /* it lies in its item */
+    bool urgent;   /* bulk gives way to it; false once it has ended */
     Places out, in;
     uint64_t expected; /* payload of the reply, if all is well */
     int descriptor;    /* of a map request that succeeded, -1 */
@@ -32,6 +33,7 @@ typedef struct {
     int descriptor; /* one that has come, -1 */
     Job *first, *sending, *last;
     int looks_to_leave_out, looks_left_out;
+    bool urgent; /* it carries nothing else; set before its first job */
     Py_ssize_t in_flight;
     char evidence[EVIDENCE_BYTES];
     Input input;
@@ -43,6 +45,34 @@ typedef struct {
 } Lane;
 
 static PyTypeObject lane_type;
+
+/* Urgent requests of this process without an answer. Bulk gives way to them: what they lack is not
+ * the wire but a core, and where all are busy a thread that was woken waits for its turn. */
+static int urgent_under_way;
+
+static bool any_urgent(void)
+{
+    return __atomic_load_n(&urgent_under_way, __ATOMIC_RELAXED) > 0;
+}
+
+static bool gives_way(const Lane *lane)
+{
+    return !lane->urgent && any_urgent();
+}
+
+static void begin_urgent(Lane *lane, Job *job)
+{
+    job->urgent = lane->urgent;
+    if (job->urgent)
+        __atomic_add_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
+}
+
+static void end_urgent(Job *job)
+{
+    if (job->urgent)
+        __atomic_sub_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
+    job->urgent = false;
+}
 
 static void break_lane(Lane *lane, const char *what, int error)
 {
@@ -70,12 +100,15 @@ static void send_jobs(Lane *lane)
             lane->sending = job->next;
         else if (!sent)
             return;
+        if (gives_way(lane))
+            return; /* one step at a time */
     }
 }
 
 static void finish_first(Lane *lane, Finished *finished)
 {
     Job *job = lane->first;
+    end_urgent(job);
     lane->first = job->next;
     if (!lane->first)
         lane->last = NULL;
@@ -129,7 +162,7 @@ static void parse_replies(Lane *lane, Finished *finished)
 /* Receive until the socket is empty, or a turn's bytes have come. */
 static void receive_replies(Lane *lane, Finished *finished)
 {
-    size_t budget = 16 * STEP_BYTES;
+    size_t budget = (gives_way(lane) ? 1 : 16) * STEP_BYTES;
     int outcome = MORE;
     while (outcome == MORE && budget && !lane->evidence[0]) {
         size_t received;
@@ -195,6 +228,7 @@ static void free_job(Job *job)
     PyObject *item = job->item;
     if (job->descriptor >= 0)
         close(job->descriptor);
+    end_urgent(job);
     if (!job->embedded)
         free(job);
     Py_DECREF(item);
@@ -233,7 +267,7 @@ static void fill_job(Job *job, const Request *request, const char *token, size_t
     job->transfer_id = request->transfer_id;
     job->slice_idx = request->slice_idx;
     job->kind = request->kind;
-    job->embedded = false;
+    job->embedded = job->urgent = false;
     job->descriptor = -1;
     job->out = (Places){job->iovecs, writes ? n + 1 : 1,
                         head_bytes + (writes ? request->nbytes : 0)};
@@ -286,6 +320,7 @@ static bool queue_job(Lane *lane, Job *job, PyObject *item)
         lane->first = job;
     lane->last = job;
     lane->in_flight++;
+    begin_urgent(lane, job);
     if (!lane->sending) {
         lane->sending = job;
         /* A large one is for a thread that has no locks to hold meanwhile. */
@@ -435,6 +470,8 @@ static PyObject *lane_abandon(Lane *lane, PyObject *ignored)
         close(lane->input.fd);
     lane->input.fd = -1;
     lane->closed = true;
+    /* The child has none of them. */
+    __atomic_store_n(&urgent_under_way, 0, __ATOMIC_RELAXED);
     Py_RETURN_NONE;
 }
 
@@ -652,6 +689,12 @@ static PyGetSetDef lane_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+static PyMemberDef lane_members[] = {
+    {"urgent", T_BOOL, offsetof(Lane, urgent), 0,
+     "Whether bulk gives way to its requests. Set before the first."},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyTypeObject lane_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "transfer._native.Lane",
     .tp_doc = "The requester's end of a data connection. Owns the descriptor. Thread-safe.",
@@ -660,5 +703,6 @@ static PyTypeObject lane_type = {
     .tp_new = lane_new,
     .tp_dealloc = (destructor)lane_dealloc,
     .tp_methods = lane_methods,
+    .tp_members = lane_members,
     .tp_getset = lane_properties,
 };

@@ -106,7 +106,9 @@ static int settle(Message *message)
     PyObject *kind = NULL, *value = NULL, *trace = NULL;
     if (!told)
         PyErr_Fetch(&kind, &value, &trace);
-    if ((books->num_queued || books->awaited) && books->on_room)
+    /* What is urgent leaves no room to bulk, which does not wait for it either. */
+    long long waiting = message->urgent ? books->urgent_queued : books->num_queued;
+    if ((waiting || books->awaited) && books->on_room)
         heard = PyObject_CallNoArgs(books->on_room);
     if (!told) {
         if (!heard)
@@ -150,7 +152,7 @@ static int lead(Message *message)
     int outcome = 0;
     if ((broken || PyList_GET_SIZE(list)) && message->load->report) {
         PyObject *report = Py_NewRef(message->load->report);
-        PyObject *done = PyObject_CallFunctionObjArgs(report, list, lane, NULL);
+        PyObject *done = PyObject_CallFunction(report, "O(O)", list, lane);
         Py_DECREF(report);
         outcome = done ? 0 : -1;
         Py_XDECREF(done);

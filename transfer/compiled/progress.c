@@ -2,6 +2,9 @@
 
 #define LANES_MAX 64
 #define LOOK_NS 25000
+/* Bulk gives way to what is urgent for so long at most between two steps: none starves. */
+#define GIVE_WAY_NS 50000
+#define GIVE_WAY_TIMES 10
 #define LOOK_BYTES_MAX (64 << 10)
 #define LOOKS_LEFT_OUT_MAX 255
 
@@ -37,6 +40,14 @@ static bool look(Lane *lane, Finished *finished)
     return over;
 }
 
+/* Leave the core to what is urgent, for a while. */
+static void give_way(void)
+{
+    static const struct timespec pause = {0, GIVE_WAY_NS};
+    for (int i = 0; i < GIVE_WAY_TIMES && any_urgent(); i++)
+        (void)nanosleep(&pause, NULL);
+}
+
 /* Sleep until a lane is ready, move bytes, until something has finished or time is over. */
 static int progress_lanes(Lane **lanes, int count, int64_t timeout_ns, Finished *finished)
 {
@@ -67,6 +78,9 @@ static int progress_lanes(Lane **lanes, int count, int64_t timeout_ns, Finished 
                 continue;
             leave_poll(lanes[i]);
             if (ready > 0 && polled[i].revents) {
+                /* The engine's thread (it does not wait) has others to look after. */
+                if (timeout_ns && gives_way(lanes[i]))
+                    give_way();
                 move_lane(lanes[i], polled[i].revents, finished);
                 broken |= lanes[i]->evidence[0] != 0;
             }
@@ -124,4 +138,14 @@ static PyObject *progress(PyObject *module, PyObject *const *args, Py_ssize_t co
     }
     /* A signal ends the sleep early: its Python handler runs when we are back. */
     return list;
+}
+
+PyDoc_STRVAR(num_urgent_doc, "num_urgent()\n--\n\nReturn how many urgent requests of this process have "
+                             "no answer.");
+
+static PyObject *num_urgent(PyObject *module, PyObject *ignored)
+{
+    (void)module;
+    (void)ignored;
+    return PyLong_FromLong(__atomic_load_n(&urgent_under_way, __ATOMIC_RELAXED));
 }

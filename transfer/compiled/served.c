@@ -390,6 +390,7 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
     if (n < 0)
         return errno;
     const struct epoll_event *bulk = NULL;
+    bool small = false;
     uint64_t waits_since = UINT64_MAX;
     for (int i = 0; i < n; i++) {
         if (events[i].data.u64 == 0) {
@@ -403,6 +404,7 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
         Connection *connection = find_connection(server, events[i].data.u64);
         if (connection && connection->request.nbytes <= SMALL_BYTES) {
             server->small_at = now_ns();
+            small = true;
             serve_ready(server, connection, events[i].events);
         } else if (connection && connection->turn < waits_since) {
             waits_since = connection->turn;
@@ -412,6 +414,9 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
     }
     if (!bulk)
         return 0;
+    /* On a machine of both sides, whoever was just answered may wait for this very core. */
+    if (small)
+        sched_yield();
     lock_between_turns(server);
     Connection *connection = find_connection(server, bulk->data.u64);
     if (connection) {

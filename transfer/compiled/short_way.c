@@ -5,6 +5,7 @@ typedef struct {
     PyObject *peers; /* dict: name -> Books */
     PyTypeObject *region_type, *key_type, *made_type;
     PyObject *priorities; /* tuple, the most urgent first: ACTIVATIONS, KV_GET, KV_PUT, ... */
+    PyObject *on_post; /* called at the next post, and forgotten */
     double timeout_s;
     long long nbytes_max, urgent_bytes_max;
     /* Counted since they were taken last. */
@@ -20,6 +21,7 @@ static int short_way_clear(ShortWay *way)
     Py_CLEAR(way->key_type);
     Py_CLEAR(way->made_type);
     Py_CLEAR(way->priorities);
+    Py_CLEAR(way->on_post);
     return 0;
 }
 
@@ -30,6 +32,7 @@ static int short_way_traverse(ShortWay *way, visitproc visit, void *arg)
     Py_VISIT(way->key_type);
     Py_VISIT(way->made_type);
     Py_VISIT(way->priorities);
+    Py_VISIT(way->on_post);
     return 0;
 }
 
@@ -326,6 +329,19 @@ static int attend_to(Message *message)
     return done ? 0 : -1;
 }
 
+/* Returns 0, or -1 with an exception. */
+static int call_once(PyObject **at)
+{
+    PyObject *function = *at;
+    if (!function || function == Py_None)
+        return 0;
+    *at = NULL;
+    PyObject *done = PyObject_CallNoArgs(function);
+    Py_DECREF(function);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 PyDoc_STRVAR(short_way_post_doc,
              "post(writes, peer, region, key, our_offset, their_offset, nbytes, immediate, "
              "priority)\n--\n\nSend one piece at once. Returns its handle, or None if it has to go "
@@ -336,7 +352,7 @@ static PyObject *short_way_post(ShortWay *way, PyObject *const *args, Py_ssize_t
     if (check_count(count, 9, "post") < 0)
         return NULL;
     Books *books = (Books *)PyDict_GetItemWithError(way->peers, args[1]);
-    if (!books || books->stopped || books->num_queued || books->count >= OPERATIONS_MAX ||
+    if (!books || books->stopped || books->count >= OPERATIONS_MAX ||
         is_exhausted(books)) {
         if (PyErr_Occurred())
             PyErr_Clear(); /* what cannot be a key is no peer's name */
@@ -345,6 +361,11 @@ static PyObject *short_way_post(ShortWay *way, PyObject *const *args, Py_ssize_t
     Wanted wanted = {.writes = args[0] == Py_True};
     if (!understand(way, args + 1, &wanted))
         Py_RETURN_NONE;
+    /* Nothing overtakes its own kind; what is urgent does not queue behind bulk. */
+    if (wanted.urgent ? books->urgent_queued : books->num_queued) {
+        Py_DECREF(wanted.token);
+        Py_RETURN_NONE;
+    }
     PyObject *tiers = NULL;
     Message *message = NULL;
     double now = (double)now_ns() * 1e-9;
@@ -375,7 +396,7 @@ static PyObject *short_way_post(ShortWay *way, PyObject *const *args, Py_ssize_t
         message = (Message *)Py_NewRef(Py_None);
     } else {
         count_message(way, &wanted);
-        if (attend_to(message) < 0)
+        if (attend_to(message) < 0 || call_once(&way->on_post) < 0)
             Py_CLEAR(message);
     }
     Py_XDECREF(tiers);
@@ -444,6 +465,7 @@ static PyMethodDef short_way_methods[] = {
 };
 
 static PyMemberDef short_way_members[] = {
+    {"on_post", T_OBJECT, offsetof(ShortWay, on_post), 0, NULL},
     {"timeout_s", T_DOUBLE, offsetof(ShortWay, timeout_s), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };

@@ -125,9 +125,16 @@ class ControlConnection:
             if self.closed:
                 return False
             self._log.append(frame, time.monotonic())
+            self._loop.stir()
             if self._wire is not None:
                 self._wire.stream.send(frame)
             return True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is not confirmed, or the connection is being made again."""
+        log = self._log
+        return log.is_waiting or log.owes_word or bool(self._candidates) or not self.stands
 
     def tick(self, now: float) -> None:
         """Confirm what has come, forget candidates that say nothing. At every tick."""

@@ -187,12 +187,13 @@ class Links:
             self._table.remove(link)
             self._close(link, error)
 
-    def expire(self, now: float) -> None:
-        """Fail operations that are beyond their deadlines. At every tick."""
+    def expire(self, now: float) -> bool:
+        """Fail what is late; return whether anything is under way. At every tick."""
         for link in self._table.links():
             self._resumptions.tick(link, now)
             link.expire(now)
         self.told.expire()
+        return self._resumptions.is_busy or self._table.is_busy
 
     def tell_withdrawn(self, link: PeerLink, token: bytes) -> None:
         """Make a key void at our cards, and tell the peer. Any thread; never waits."""

@@ -190,6 +190,11 @@ class Rendezvous:
 
         self._loop.watch(sock, on_event, READABLE | WRITABLE)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a handshake is under way, or one has to wait."""
+        return bool(self._negotiations or self._resting)
+
     def expire(self, now: float) -> None:
         """End handshakes that take too long. At every tick."""
         for negotiation in [n for n in self._negotiations if n.deadline <= now]:

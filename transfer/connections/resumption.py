@@ -216,6 +216,11 @@ class Resumptions:
         self._num_done.pop(link, None)
         self._num_failures.pop(link, None)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a control connection is missed."""
+        return bool(self._open)
+
     def tick(self, link: PeerLink, now: float) -> None:
         """Look after a link's control connection. At every tick."""
         link.control.tick(now)

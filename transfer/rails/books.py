@@ -79,7 +79,8 @@ class BooksLike(Protocol):
     """The numbers of all transfers to a peer, and the messages of the short way.
 
     Attributes:
-        num_queued: slices that wait for a rail: nothing overtakes them the short way.
+        num_queued, urgent_queued: slices that wait for a rail, and the urgent of them: no message
+            overtakes its own kind.
         stopped: nothing takes the short way.
         awaited: somebody may be waiting for a turn.
         urgent_at: when something urgent was posted last, `time.monotonic`.
@@ -87,6 +88,7 @@ class BooksLike(Protocol):
     """
 
     num_queued: int
+    urgent_queued: int
     stopped: bool
     awaited: bool
     urgent_at: float
@@ -123,7 +125,7 @@ class Books:
     """Numbers, in Python."""
 
     def __init__(self, ahead_max: int) -> None:
-        self.num_queued = 0
+        self.num_queued = self.urgent_queued = 0
         self.stopped = False
         self.awaited = False
         self.urgent_at = float("-inf")

@@ -75,9 +75,11 @@ class ShortWayLike(Protocol):
 
     Attributes:
         timeout_s: of every transfer.
+        on_post: called at the next post, and forgotten.
     """
 
     timeout_s: float
+    on_post: Callable[[], None] | None
 
     @property
     def post(self) -> Post:
@@ -101,6 +103,7 @@ class NoShortWay:
     """Without the compiled part everything goes the long way."""
 
     timeout_s = 0.0
+    on_post: Callable[[], None] | None = None
 
     def post(self, *arguments: object) -> None:
         """Take nothing."""

@@ -119,11 +119,30 @@ class RailLink(Protocol):
         """Close the descriptors only, touching no lock: the way out after a fork."""
 
 
-class ExpressLink(RailLink, Protocol):
-    """A link whose lanes also take the short way."""
+Outcome = tuple[object, int, tuple[int, int, int] | None]
+
+
+class LaneLink(RailLink, Protocol):
+    """A link made of lanes: they take the short way, and are led together with those of others."""
 
     def bind(self, load: LoadLike) -> None:
         """Tell from here on which lanes there are."""
+
+    def claim(self, handle: Transfer) -> Sequence[object]:
+        """Return the lanes that the calling thread leads from here on, for a transfer."""
+
+    def move(self, lanes: Sequence[object], timeout_s: float) -> Sequence[Outcome]:
+        """Move the bytes of lanes, of this link or of others like it, until something ended.
+
+        Returns:
+            What ended and was not settled: (item, status, place).
+        """
+
+    def carries(self, item: object) -> bool:
+        """Whether it was posted over this link."""
+
+    def report(self, finished: Sequence[Outcome], lanes: Sequence[object]) -> None:
+        """Tell the sink what has ended, and of those of the lanes that are broken."""
 
 
 class SliceSink(Protocol):

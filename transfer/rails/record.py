@@ -106,6 +106,13 @@ class RailRecord:
         """Those of the urgent among them."""
         return self.load.urgent_bytes
 
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether a link is being made, is to be made again, or has yet to prove itself."""
+        if self.opening or self.stalled:
+            return True
+        return self.name is not None and not (self.is_open and self.state is RailState.HEALTHY)
+
     def become(self, state: RailState) -> None:
         """Change its health."""
         self.state = state

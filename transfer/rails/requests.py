@@ -21,8 +21,9 @@ from transfer.pieces import Pieces
 from transfer.priority import Priority
 from transfer.rails.express import Express, ShortWayLike
 from transfer.rails.outcomes import loss, refusal
-from transfer.rails.rail import ExpressLink, RailLink
+from transfer.rails.rail import LaneLink, RailLink
 from transfer.rails.record import STALL_S_ENDING, RailRecord
+from transfer.rails.several import SeveralLinks
 from transfer.rails.slices import Operation, Slice, add_signal, slice_operation
 from transfer.rails.spray import SprayCore
 from transfer.statistics import RailStatistics, Tally
@@ -71,6 +72,7 @@ class Requests:
         self._changed = threading.Condition(self._lock)
         self._links: list[RailLink | None] = [None] * num_rails
         self._short_way = short_way
+        self._several = SeveralLinks(self._links)
         self._core = SprayCore(
             num_rails,
             shares=shares,
@@ -89,6 +91,7 @@ class Requests:
             PeerLost, EngineClosed: no more requests to this peer.
         """
         core = self._core
+        self._loop.stir()
         if self._prefer is not None and operation.region is not None:
             operation.rails = self._prefer(operation.region)
         with self._lock:
@@ -96,7 +99,10 @@ class Requests:
                 self._await_turn(operation)
             now = operation.queued_at = time.monotonic()
             slice_operation(
-                operation, pieces, slice_bytes=core.slice_bytes, slice_pieces=SLICE_PIECES
+                operation,
+                pieces,
+                slice_bytes=core.slice_bytes(operation.priority),
+                slice_pieces=SLICE_PIECES,
             )
             if not self._orders_immediates:
                 add_signal(operation)
@@ -119,6 +125,11 @@ class Requests:
     def num_slices_done(self) -> int:
         """How many slices its rails have brought to their end. A look, without the lock."""
         return sum(rail.slices_done + rail.load.messages_done for rail in self._core.rails)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way, or a rail is not as it should be. Without the lock."""
+        return len(self._core.books) > 0 or any(rail.is_unsettled for rail in self._core.rails)
 
     def expire(self, now: float) -> None:
         """Fail what is late, move what has stalled, open what is to be opened. At every tick."""
@@ -283,6 +294,8 @@ class Requests:
         handle.rail = rail.name
         if part.operation.num_slices == 1 or len(self._links) == 1:
             handle.link = link
+        elif self._orders_immediates:
+            handle.link = self._several
         link.post(part)
 
     def _open(self, rail: RailRecord) -> None:
@@ -302,7 +315,7 @@ class Requests:
             rail.name = link.rail
             self._links[rail.idx] = link
             if self._short_way is not None:
-                cast("ExpressLink", link).bind(rail.load)
+                cast("LaneLink", link).bind(rail.load)
                 self._short_way.add(self.peer, self._core.books)
             rail.repeats = link.drops_late_writes
             if not rail.repeats:

@@ -28,6 +28,9 @@ from transfer.wire import SLICE_BYTES
 
 # A slice should take about this long on the fastest rail.
 SLICE_S: Final = 2e-3
+# One of a class that nobody waits for may take longer: each that ends takes the interpreter from
+# what is urgent.
+SLICE_S_BACKGROUND: Final = 8e-3
 SLICE_BYTES_MIN: Final = 64 << 10
 SLICE_BYTES_FIRST: Final = min(1 << 20, SLICE_BYTES)
 # What a slice costs its class at least: a message is not free.
@@ -79,15 +82,15 @@ class SprayCore:
         """How many slices wait for a rail."""
         return self.books.num_queued
 
-    @property
-    def slice_bytes(self) -> int:
-        """How large slices should be now: a power of two."""
+    def slice_bytes(self, priority: Priority) -> int:
+        """How large slices of a class should be now: a power of two."""
         if len(self.rails) == 1:  # nothing to spread: the fewer the better
             return SLICE_BYTES // 2
         known = [r.bandwidth for r in self.rails if r.measured and r.state is RailState.HEALTHY]
         if not known:
             return SLICE_BYTES_FIRST
-        wanted = int(max(known) * SLICE_S)
+        long = priority >= Priority.WEIGHTS
+        wanted = int(max(known) * (SLICE_S_BACKGROUND if long else SLICE_S))
         return min(max(1 << max(wanted, 1).bit_length() - 1, SLICE_BYTES_MIN), SLICE_BYTES)
 
     def add(self, operation: Operation) -> None:
@@ -103,7 +106,7 @@ class SprayCore:
         for part in parts:
             part.queued = True
         waiting.queue.extend(parts)
-        self.books.num_queued += len(parts)
+        self._count_queued(waiting, len(parts))
 
     def next(self, now: float) -> tuple[Slice, RailRecord] | None:
         """Take the slice that goes out next and note it under way; None if none can now."""
@@ -125,14 +128,19 @@ class SprayCore:
                 continue
             waiting.queue.popleft()
             part.queued = False
-            self.books.num_queued -= 1
+            self._count_queued(waiting, -1)
             self._post(part, rail, waiting, now)
             return part, rail
         return None
 
     def post_at_once(self, part: Slice, now: float) -> RailRecord | None:
-        """Let the only slice of an operation overtake the empty queue, if a rail has room."""
-        rail = None if self.books.num_queued else self.choose(part, now)
+        """Let the only slice of an operation go out, if a rail has room and none is overtaken.
+
+        What is urgent does not wait behind bulk.
+        """
+        books = self.books
+        waits = books.urgent_queued if part.urgent else books.num_queued
+        rail = None if waits else self.choose(part, now)
         if rail is not None:
             waiting = self._classes[part.operation.priority]
             self._begin(waiting)
@@ -280,7 +288,7 @@ class SprayCore:
         if any(part.queued for part in operation.slices):
             waiting = self._classes[operation.priority]
             kept = deque(part for part in waiting.queue if part.operation is not operation)
-            self.books.num_queued -= len(waiting.queue) - len(kept)
+            self._count_queued(waiting, len(kept) - len(waiting.queue))
             waiting.queue = kept
         for part in operation.slices:
             part.done, part.queued = True, False
@@ -296,7 +304,12 @@ class SprayCore:
         self._begin(waiting)
         signal.queued = True
         waiting.queue.append(signal)
-        self.books.num_queued += 1
+        self._count_queued(waiting, 1)
+
+    def _count_queued(self, waiting: _Class, change: int) -> None:
+        self.books.num_queued += change
+        if waiting.priority.urgent:
+            self.books.urgent_queued += change
 
     def _again(self, lost: list[Slice], rail: RailRecord) -> list[Slice]:
         again = [part for part in lost if self._is_nowhere(part, rail)]
@@ -305,7 +318,7 @@ class SprayCore:
             waiting = self._classes[part.operation.priority]
             self._begin(waiting)
             waiting.queue.appendleft(part)
-        self.books.num_queued += len(again)
+            self._count_queued(waiting, 1)
         rail.retries += len(again)
         return again
 
@@ -333,7 +346,7 @@ class SprayCore:
         # A slice that was queued again may have come to its end over the rail that was late.
         while waiting.queue and waiting.queue[0].done:
             waiting.queue.popleft().queued = False
-            self.books.num_queued -= 1
+            self._count_queued(waiting, -1)
 
     def _biased(self, finish: float, part: Slice, rail: RailRecord, now: float) -> float:
         if part.avoid == rail.idx:

@@ -81,6 +81,7 @@ class Staging:
         self._served: BatchQueue | None = None
         self._bounces = Bounces(offers)
         self._open: set[Transfer] = set()
+        self.stir: Callable[[], None] = lambda: None
         self.devices = CudaDevices()
         self._windows = CudaWindows(self.devices)
         self._asking = Asking(table)
@@ -172,6 +173,11 @@ class Staging:
         else:
             self._asking.on_answer(link.name, content)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a transfer is under way."""
+        return bool(self._open)
+
     def expire(self, now: float) -> None:
         """Fail transfers that are beyond their deadlines, even if a disk hangs. At every tick."""
         for handle in [handle for handle in list(self._open) if handle.deadline <= now]:
@@ -211,6 +217,7 @@ class Staging:
     def _track(self, handle: Transfer, then: Callable[[], None]) -> Done:
         """Return what ends `handle`: `then`, if its bytes are in place, and the news."""
         self._open.add(handle)
+        self.stir()
 
         def moved(error: TransferError | None) -> None:
             self._open.discard(handle)

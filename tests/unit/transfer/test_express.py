@@ -43,6 +43,9 @@ class AtOnce:
     def call(self, function: Callable[[], None]) -> None:
         function()
 
+    def stir(self) -> None:
+        """It never sleeps."""
+
 
 class OneLane:
     """A link over one true lane, whose owner is the test."""
@@ -54,6 +57,7 @@ class OneLane:
     def __init__(self) -> None:
         ours, self.owner = tcp_pair()
         self.lane = make_lane("compiled", ours)
+        self.lane.urgent = True
         self.slices: list[Slice] = []
         self.given_up: list[Slice] = []
         self.beside: list[Slice] = []  # lost with what is given up
@@ -186,6 +190,7 @@ def scene():
     made = Scene()
     yield made
     made.close()
+    assert native.compiled.num_urgent() == 0, "bulk has nothing to give way to"
 
 
 def test_all_well_keeps_no_books(scene: Scene) -> None:
@@ -450,11 +455,15 @@ def test_the_unusual_goes_the_long_way(scene: Scene) -> None:
     assert scene.way.post(True, *good.values()) is not None
 
 
-def test_queued_slices_are_not_overtaken(scene: Scene) -> None:
-    scene.requests._core.books.num_queued = 1
+def test_messages_overtake_no_slices_of_their_kind(scene: Scene) -> None:
+    books = scene.requests._core.books
+    books.num_queued = 1
+    assert scene.post(priority=Priority.KV_PUT) is None
+    assert scene.posted(), "what is urgent does not wait behind bulk"
+    books.urgent_queued = 1
     assert scene.post() is None
-    scene.requests._core.books.num_queued = 0
-    assert scene.posted()
+    books.num_queued = books.urgent_queued = 0
+    assert scene.posted(priority=Priority.KV_PUT)
 
 
 def test_nothing_is_left_of_what_ended() -> None:
