@@ -203,15 +203,18 @@ class Catalog:
 
     # -- copies that the master plans ---------------------------------------------------------
 
-    def open_copy(self, row: int, target: Segment, now: float) -> int | None:
-        """Take space for another copy of a block; see the module."""
+    def open_copy(
+        self, row: int, target: Segment, now: float, *, over_quota: bool = False
+    ) -> int | None:
+        """Take space for another copy of a block; see the module. A move may go over a quota."""
         table = self.table
         assert table.state[row] == COMMITTED, row
         if target.placeable_s > now or target is self.pool.of(row):
             return None
         key, space = table.keys[row], table.space[row]
         tenant = self.tenants[table.tenant[row]]
-        copy = None if tenant.exceeds(space) else target.place(key, table.length[row], space)
+        full = tenant.exceeds(space) and not over_quota
+        copy = None if full else target.place(key, table.length[row], space)
         if copy is None:
             return None
         self.last_copy_id += 1

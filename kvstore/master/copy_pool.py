@@ -6,6 +6,7 @@ from typing import Final
 
 from kvstore.checksum import table_bytes
 from kvstore.master.catalog import Catalog
+from kvstore.master.copy_order import Purpose
 from kvstore.wire import messages as m
 
 EVICTED_MAX: Final = 16  # times a block's own size may go for it
@@ -33,22 +34,23 @@ class CatalogCopies:
         found = self._catalog.pool.segments.get(segment)
         return None if found is None else found.node.name
 
-    def open_copy(self, row: int, target: int, now: float, *, evict: bool = False) -> int | None:
+    def open_copy(self, row: int, target: int, now: float, purpose: Purpose) -> int | None:
         """Take space in `target`; None if there is none, or the block is there already.
 
         Args:
             row: What is copied.
             target: Segment.
             now: As everywhere in the master.
-            evict: Older blocks of the target may go for it.
+            purpose: Says whether older blocks of the target may go for it, and whether it is to
+                be the only copy: that one may go over its tenant's quota for a while.
         """
         catalog = self._catalog
         segment = catalog.pool.segments.get(target)
         if segment is None or self.row_in(catalog.table.keys[row], target) is not None:
             return None
-        if evict:
+        if purpose.may_evict:
             self._make_room(row, target)
-        copy_id = catalog.open_copy(row, segment, now)
+        copy_id = catalog.open_copy(row, segment, now, over_quota=purpose.moves)
         if copy_id is not None:
             self._nodes[copy_id] = catalog.pool.of(row).node.name
         return copy_id

@@ -34,11 +34,8 @@ class CopyPool(Protocol):
     def node_of(self, segment: int) -> str | None:
         """Return the node that lends a segment; None if it is gone."""
 
-    def open_copy(self, row: int, target: int, now: float, *, evict: bool = False) -> int | None:
-        """Take space in `target` for a further copy; None if there is none.
-
-        With `evict`, older blocks of the target may go for it.
-        """
+    def open_copy(self, row: int, target: int, now: float, purpose: Purpose) -> int | None:
+        """Take space in `target` for a further copy; None if there is none."""
 
     def commit_copy(self, copy_id: int, now: float) -> bool:
         """Make a written copy count; False if it is too late, or its segment is gone."""
@@ -275,7 +272,7 @@ class Copying:
         nbytes = self._pool.stored_bytes(row)
         targets = (order.target,) if order.target is not None else self._targets(order, row)
         for target in targets:
-            copy_id = self._pool.open_copy(row, target, now, evict=order.purpose.may_evict)
+            copy_id = self._pool.open_copy(row, target, now, order.purpose)
             if copy_id is None:
                 continue
             copy = Started(

@@ -5,9 +5,13 @@ After each step, or every few, the books are checked, and each committed copy mu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from configs.kvstore_policies import PolicyConfig
+from kvstore.events.event_log import EventFold, EventLog, Medium, Stored
 from kvstore.master.copy_state import COMMITTED, RETIRED
 from kvstore.master.store_master import MasterTiming, StoreMaster
+from kvstore.master.tenants import TenantRule
 from kvstore.wire import messages as m
 
 LENGTH = 4096
@@ -22,12 +26,21 @@ class PlannedPool:
         *,
         check_every: int = 1,
         last_copy_id: int = 0,
+        tenants: Sequence[TenantRule] = (),
         **timing: float,
     ) -> None:
         self.check_every = check_every
         self.steps = 0
         self.timing = MasterTiming(**{"silence_s": 1e6, "put_s": 60.0, **timing})
-        self.master = StoreMaster(self.timing, policies=policies, last_copy_id=last_copy_id)
+        self.events = EventLog(first_sequence=1)
+        self.told = EventFold()  # what a subscriber knows
+        self.master = StoreMaster(
+            self.timing,
+            policies=policies,
+            last_copy_id=last_copy_id,
+            events=self.events,
+            tenants=tenants,
+        )
         self.catalog = self.master._catalog
         self.now = 100.0
         self.bytes: dict[tuple[str, int, int], bytes] = {}  # (node, segment, offset) -> key
@@ -44,12 +57,20 @@ class PlannedPool:
 
     def check(self) -> None:
         self.master.check_invariants()
+        for batch in self.master.take_events():
+            self.told.apply(batch.changes)
+        assert self.told_media() == set(self.catalog.present()), "subscribers know something else"
         table, pool = self.catalog.table, self.catalog.pool
         for row in table.rows():
             if table.state[row] in (COMMITTED, RETIRED):
                 where = pool.of(row).where
                 held = self.bytes.get((where.node, where.segment, table.offset[row]))
                 assert held == table.keys[row], "a committed copy has other bytes"
+
+    def told_media(self) -> set[tuple[bytes, Medium]]:
+        """(key, medium) of all blocks, as a subscriber knows them."""
+        stored = [change for change in self.told.changes() if isinstance(change, Stored)]
+        return {(key, change.medium) for change in stored for key in change.keys}
 
     # -- nodes --------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class FakePool:
     def node_of(self, segment):
         return self.nodes.get(segment)
 
-    def open_copy(self, row, target, now, *, evict=False):
+    def open_copy(self, row, target, now, purpose):
         if not self.room[target]:
             return None
         self.room[target] -= 1

@@ -14,6 +14,8 @@ from configs.kvstore_policies import (
     PolicyConfig,
     TierPolicy,
 )
+from kvstore.events.event_log import Medium as EventMedium
+from kvstore.master.tenants import TenantRule
 from kvstore.wire import messages as m
 from tests.support.planned_pool import LENGTH, PlannedPool
 
@@ -106,6 +108,21 @@ class TestDraining:
         pool.settle()
         assert pool.step(m.Drain("a")).left_blocks == 0
         assert pool.places(key) == [("b", "dram")]
+
+    def test_a_tenant_at_its_quota_is_drained_too(self):
+        pool = PlannedPool(
+            quiet(), tenants=[TenantRule(name="team", token="a token", quota_bytes=10 * LENGTH)]
+        )
+        pool.join("a", 64)
+        pool.join("b", 64)
+        pool.step(m.Enter("b", "team", "a token"))
+        keys = fresh(10)
+        assert pool.put(keys, client="b") == [m.PutOutcome.GRANTED] * 10
+        pool.step(m.Drain("a"))
+        pool.work("a")
+        report = pool.step(m.Drain("a"))
+        assert (report.left_blocks, report.stuck_blocks) == (0, 0)
+        assert pool.step(m.ListTenants()).tenants[0].used_bytes == 10 * LENGTH
 
     def test_cancelling_lets_the_node_live_on(self):
         pool = PlannedPool(quiet(copies=CopyBounds(per_node=4)))
@@ -278,6 +295,17 @@ class TestTiers:
         pool.read(keys[:1])
         pool.settle(seconds=0.5)
         assert pool.places(keys[0]) == [("a", "dram")]
+
+    def test_subscribers_hear_of_each_change_of_tier(self):
+        pool = self.tiered(promotion_hits=1)
+        keys = fresh(40)
+        self.fill(pool, keys)
+        assert (keys[0], EventMedium.SSD) in pool.told_media()
+        assert (keys[0], EventMedium.DRAM) not in pool.told_media()
+        pool.read(keys[:1])
+        pool.settle(seconds=0.5)
+        assert (keys[0], EventMedium.DRAM) in pool.told_media()
+        assert (keys[0], EventMedium.SSD) not in pool.told_media()
 
     def test_leased_blocks_are_not_demoted_from_under_their_readers(self):
         pool = self.tiered(promotion_hits=0)
