@@ -59,7 +59,8 @@ class Writing:
             yield from pause(min(max(retry_s, PAUSE_S_MIN), PAUSE_S_MAX, left_s))
             again, forgotten, retry_s = yield from self._put_once(source.of(waiting), deadline_s)
             for block, outcome in zip(waiting, again, strict=True):
-                outcomes[block] = outcome
+                ours = block in lost and outcome is PutOutcome.EXISTS  # it was known after all
+                outcomes[block] = PutOutcome.STORED if ours else outcome
             lost = {waiting[i] for i in forgotten}
         self._count(outcomes)
         return outcomes

@@ -15,7 +15,7 @@ from transfer.errors import TransferError
 
 ReplyT = TypeVar("ReplyT", bound=m.Reply)
 PAUSE_S: Final = 0.05
-ATTEMPT_S: Final = 0.25  # first attempt of a patient request; each later one is twice as long
+ATTEMPT_S: Final = 1.0  # first attempt of a patient request; each later one is twice as long
 
 
 class MasterLink:
