@@ -7,8 +7,10 @@ disk, with a master, checksums and all. `near` is a client in the node's own pro
 another process of the same host; each is used by one caller with one batch, or by four at once
 with a few blocks each. Turn by turn the same number of bytes goes to and from a second file of the
 same size in the same folder, by as many threads as the segment has (`depth`): what the disk gives.
-The ratio is taken turn by turn. Nothing passes the page cache. With `--deepnvme` the segment's
-file is read and written by DeepSpeed's handles instead of threads.
+The ratio is taken turn by turn. Nothing passes the page cache. Plain threads need almost no
+processor, the store needs it for checksums and, far, for copies (`ssd_tier_cpu`, both processes
+and the master): on a machine whose cores are busy (`load`) the ratio says how busy they are.
+With `--deepnvme` the segment's file is read and written by DeepSpeed's handles instead of threads.
 """
 
 from __future__ import annotations
@@ -118,11 +120,13 @@ def serve(pipe: Connection, master: str, secret: bytes, config: KVStoreConfig, d
         pipe.send(None)
         while (request := pipe.recv()) is not None:
             operation, *arguments = request
-            pipe.send(getattr(side, operation)(*arguments))
+            result = getattr(side, operation)(*arguments) if arguments else time.process_time()
+            pipe.send(result)
 
 
-def remote(pipe: Connection, operation: str, keys: list[bytes], callers: int) -> float:
-    pipe.send((operation, keys, callers))
+def remote(pipe: Connection, *request: object) -> float:
+    """Seconds that an operation took over there; of "cpu", the processor's so far."""
+    pipe.send(request)
     assert pipe.poll(WAIT_S)
     return float(pipe.recv())
 
@@ -156,10 +160,12 @@ def measure(recorder: Recorder, directory: Path, depth: int, fd: int, deep: bool
                 began = time.perf_counter()
                 plainly(call, fd, view, offsets, BLOCK, depth)
                 found[f"raw_{operation}"] = time.perf_counter() - began
+                busy = time.process_time() + remote(pipe, "cpu")
                 if side == "far":
                     found[operation] = getattr(far, operation)(keys, callers)
                 else:
                     found[operation] = remote(pipe, operation, keys, callers)
+                found[f"cpu_{operation}"] = time.process_time() + remote(pipe, "cpu") - busy
             far.client.remove(keys)
             return found
 
@@ -174,6 +180,10 @@ def measure(recorder: Recorder, directory: Path, depth: int, fd: int, deep: bool
                 recorder.add("raw", "GB/s", [gigabytes / t[f"raw_{op}"] for t in turns], **labels)
                 ratios = [t[f"raw_{op}"] / t[op] for t in turns]
                 recorder.add("ssd_tier/raw", "ratio", ratios, **labels)
+                cpu = [t[f"cpu_{op}"] / gigabytes for t in turns]
+                recorder.add("ssd_tier_cpu", "s/GB", cpu, **labels)
+            load = [os.getloadavg()[0] / (os.cpu_count() or 1)]
+            recorder.add("load", "per core", load, depth=depth, client=side, callers=callers)
 
 
 def main() -> None:
