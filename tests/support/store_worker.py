@@ -95,6 +95,11 @@ class Commands:
         self.held = self.client.hold(self.client.lookup_prefix(keys))
         return self.held.hit.num_blocks
 
+    def read_held(self):
+        """Copy what is held; return how many leading blocks were good."""
+        offsets = np.arange(self.held.hit.num_blocks) * self.slot_bytes
+        return self.client.get_into(self.held.hit, self.region, offsets)
+
     def flip(self):
         """Damage the first block that this node holds; return its key."""
         segment = self.node.segments[0]
