@@ -11,6 +11,8 @@ KEEP = 4
 
 
 class Copier:
+    errors: tuple[type[Exception], ...] = ()
+
     def __init__(self, index: int) -> None:
         self.buffer: Any = store_side.filled(store_side.BUFFER_BYTES, index)
         self._pool = store_side.filled(store_side.SHARE_BYTES, index)

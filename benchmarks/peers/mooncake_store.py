@@ -38,6 +38,8 @@ def open_store(master: str, segment_bytes: int) -> Any:
 
 
 class MooncakeClient:
+    errors: tuple[type[Exception], ...] = ()
+
     def __init__(self, index: int, layout: str, address: str) -> None:
         self._index = index
         if layout == "dummy":

@@ -18,8 +18,8 @@ import numpy as np
 import store_side
 
 from configs.schema import KVStoreConfig, TransferBackend, TransferConfig
-from kvstore import MasterServer, PutOutcome, RegionPiece, Store, StoreNode
-from transfer import TransferEngine, allocate
+from kvstore import KVStoreError, MasterServer, PutOutcome, RegionPiece, Store, StoreNode
+from transfer import TransferEngine, TransferError, allocate
 
 KEEP = 4  # batches of keys that gets turn to
 
@@ -29,6 +29,8 @@ def config() -> KVStoreConfig:
 
 
 class OurClient:
+    errors: tuple[type[Exception], ...] = (KVStoreError, TransferError)
+
     def __init__(self, index: int, address: str, secret: bytes, backend: str) -> None:
         transfer = TransferConfig(backend=TransferBackend(backend))
         self._store = Store.connect(address, secret=secret, config=config(), transfer=transfer)

@@ -16,6 +16,8 @@ KEEP = 4
 
 
 class RedisClient:
+    errors: tuple[type[Exception], ...] = ()
+
     def __init__(self, index: int, kind: str, path: str) -> None:
         module = importlib.import_module(kind)
         made = module.Valkey if kind == "valkey" else module.Redis

@@ -34,6 +34,7 @@ class StoreClient(Protocol):
     """One client of a store. Every put is of new keys, unless the peer has no such notion."""
 
     buffer: Any  # [BUFFER_BYTES] uint8: what is put, and where gets go
+    errors: tuple[type[Exception], ...]  # of the peer's own
 
     def put(self, size: int, blocks: int) -> None:
         """Store `blocks` values of `size` bytes from the buffer."""
@@ -124,7 +125,7 @@ def run_client(
     while (request := pipe.recv()) is not None:
         try:
             pipe.send(measure(client, request, barriers[request["clients"]]))
-        except (RuntimeError, OSError, ValueError) as error:  # told to whoever asked
+        except (RuntimeError, OSError, ValueError, *client.errors) as error:  # told who asked
             barriers[request["clients"]].abort()
             pipe.send({"error": f"{type(error).__name__}: {error}"})
     os._exit(0)  # some peers do not end by themselves
