@@ -32,7 +32,7 @@ EXTRAS = (
     ("triton", "gpu", "kernels on GPUs"),
     ("pyverbs", "rdma", "transfers over RDMA"),
     ("deepspeed", "deepspeed", "DeepSpeed-MoE layers"),
-    ("etcd3gw", "etcd", "a membership store outside of the front"),
+    ("etcd3gw", "etcd", "election of the KV store's masters in etcd"),
     ("vllm", "vllm", "the vLLM connector"),
     ("sglang", "sglang", "the SGLang storage backend"),
 )
