@@ -58,6 +58,9 @@ class Planning:
         self._is_evicting = False
         self._is_reporting = False
         self._watches_hits = self._replication.watches_hits
+        # Looked at for every copy that comes or goes: calls only where there is something to note.
+        self._siblings = catalog.table.sibling
+        self._several = self._replication.several
         self._told: dict[str, tuple[int, list[m.Copy]]] = {}  # the last turn of each node
         catalog.observers.append(self)
 
@@ -132,7 +135,7 @@ class Planning:
 
     def stored(self, row: int) -> None:
         """A copy was committed."""
-        if not self._is_reporting:
+        if self._siblings[row] != row and not self._is_reporting:
             self._replication.stored(row)
 
     def hit(self, rows: Sequence[int]) -> None:
@@ -148,7 +151,8 @@ class Planning:
 
     def dropped(self, row: int) -> None:
         """A copy is none any more."""
-        self._replication.dropped(row, evicted=self._is_evicting)
+        if self._several:
+            self._replication.dropped(row, evicted=self._is_evicting)
         self._is_evicting = False
 
     def joined(self, segment: Segment) -> None:

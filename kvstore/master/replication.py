@@ -31,7 +31,8 @@ class Replication:
         self._copying = copying
         self._replicas_max = hot.replicas_max
         self._hot = HotBlocks(hits=hot.hits, window_s=hot.window_s)
-        self._wanted: dict[bytes, int] = {}  # of blocks with several copies by their writer
+        #: copies wanted of blocks of which their writer made several; read it only
+        self.several: dict[bytes, int] = {}
         self._lost: deque[bytes] = deque(maxlen=LOST_MAX)
         self._earned: deque[bytes] = deque(maxlen=LOST_MAX)
 
@@ -42,14 +43,14 @@ class Replication:
 
     def wanted(self, key: bytes) -> int:
         """Return how many copies a block's writer made."""
-        return self._wanted.get(key, 1)
+        return self.several.get(key, 1)
 
     def stored(self, row: int) -> None:
         """A writer's copy was committed."""
         table = self._catalog.table
         if table.sibling[row] != row:
             key = table.keys[row]
-            self._wanted[key] = max(self.wanted(key), len(table.copies(row)))
+            self.several[key] = max(self.wanted(key), len(table.copies(row)))
 
     def hit(self, rows: Sequence[int], now: float) -> None:
         """Copies were given to a reader."""
@@ -59,14 +60,14 @@ class Replication:
     def dropped(self, row: int, *, evicted: bool) -> None:
         """A copy is about to be none any more."""
         key = self._catalog.table.keys[row]
-        if key not in self._wanted:
+        if key not in self.several:
             return
         if evicted:  # to make room: it is not wanted that much
-            left = self._wanted[key] - 1
+            left = self.several[key] - 1
             if left > 1:
-                self._wanted[key] = left
+                self.several[key] = left
             else:
-                del self._wanted[key]
+                del self.several[key]
         else:
             self._lost.append(key)
 
@@ -80,7 +81,7 @@ class Replication:
     def _replace(self, key: bytes) -> None:
         rows = self._catalog.copies(key)
         if not rows:  # removed, or lost with its last copy
-            self._wanted.pop(key, None)
+            self.several.pop(key, None)
         elif len(rows) < self.wanted(key):
             if self._copying.purpose_of(key) is not None:
                 self._lost.append(key)  # after that one
