@@ -181,7 +181,7 @@ def case_24_any_order_and_twice(member: Member, seed: int) -> None:
                 staged.offset,
                 route.target.offsets[0] + 64,  # anything but a header
                 64,
-                immediate=mine._delivery._immediates[0],
+                immediate=mine._delivery._waiting.immediates[0],
                 timeout_s=WAIT_S,
             ).wait(WAIT_S)
         member.meet([0, 1])
