@@ -25,7 +25,8 @@ from transfer.pieces import Ints, Pieces, copy_pieces
 from transfer.priority import Priority
 from transfer.storage.storage import Storage, StorageRegion, fetch_now, store_now
 
-BUFFER_BYTES: Final = 1 << 20
+# An ask costs both processes as much as copying a megabyte: so a few at a time.
+BUFFER_BYTES: Final = 4 << 20
 
 
 class PeerMoves(Protocol):

@@ -48,8 +48,8 @@ from transfer.storage.service import Asking, PeerStorageEnd, StorageService
 from transfer.storage.storage import Done, Storage, StorageRegion, make_region
 from transfer.wire import ControlKind
 
-THREADS: Final = 8  # more than a disk is asked at a time: some of them are copying
-SERVING_THREADS: Final = 8  # as many as a requester has: else its threads wait for one another
+THREADS: Final = 4
+SERVING_THREADS: Final = 4  # as many as a requester has: else its threads wait for one another
 QUEUED_MAX: Final = 256
 WITHDRAW_S: Final = 5.0
 BOTH: Final = Access.READ | Access.WRITE

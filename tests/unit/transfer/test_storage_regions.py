@@ -34,7 +34,7 @@ from transfer import (
 from transfer.backends import file_work
 from transfer.backends.file import FileSlab
 
-NBYTES = (3 << 20) + 777
+NBYTES = (9 << 20) + 777
 SMALL = FileConfig(threads=2, io_bytes=1 << 17)
 SOON_S = 20.0
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
