@@ -165,6 +165,12 @@ def test_metrics_have_the_documented_names(http, server, master):
     assert 'moe_kvstore_node_events_total{event="copied"} 4.0' in text
 
 
+def test_the_document_has_all_metrics():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `(moe_kvstore_\w+)` ", text, re.MULTILINE))
+    assert {name.removesuffix("_total") for name in documented} == {spec.name for spec in METRICS}
+
+
 def test_open_metrics_need_no_token(master, tmp_path):
     config = KVAdminConfig(enabled=True, port=0, token_file=token_file(tmp_path), open_metrics=True)
     with AdminServer(config, [master.address], TransferConfig(), secret=SECRET) as server:
