@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.1
-BEAT_S_MIN: Final = 0.25  # a heartbeat may take at least this long
-PIECE_BLOCKS: Final = 1 << 14
+PIECE_BLOCKS: Final = 1 << 12  # between two pieces the master answers others
 SHARE_ALIGNMENT: Final = 4096
 
 
@@ -158,7 +157,7 @@ class Registration:
         name = self._engine.name
         known = [way for way in self._ways if way.registered]
         try:
-            for way, reply in self._ask(known, m.Heartbeat(name), m.Known, beat=True):
+            for way, reply in self._ask(known, m.Heartbeat(name), m.Known):
                 if isinstance(reply, Fenced):
                     raise reply
                 way.answers = isinstance(reply, m.Known)
@@ -233,17 +232,10 @@ class Registration:
         return reply.adopted
 
     def _ask(
-        self,
-        ways: Sequence[_Way],
-        request: m.Request,
-        expected: type[ReplyT],
-        *,
-        beat: bool = False,
+        self, ways: Sequence[_Way], request: m.Request, expected: type[ReplyT]
     ) -> list[tuple[_Way, ReplyT | KVStoreError]]:
         """Ask several masters the same; what went wrong takes the place of a reply."""
         timeout_s = self._config.request_timeout_s
-        if beat:
-            timeout_s = min(timeout_s, max(BEAT_S_MIN, self._config.heartbeat_s / 2))
         payload, operation = m.encode(request), type(request).__name__
         asked = [(way, record) for way in ways if (record := way.standing.record).address]
         replies = self._rpc.request([(r.address, payload) for _, r in asked], timeout_s=timeout_s)
