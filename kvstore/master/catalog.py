@@ -30,8 +30,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from configs.schema import Eviction
+from kvstore.checksum import table_bytes
 from kvstore.events.event_log import EventLog
 from kvstore.events.event_log import Medium as EventMedium
+from kvstore.master.allocator import padded
 from kvstore.master.block_index import BlockIndex
 from kvstore.master.copy_state import COMMITTED, FREE, LOST, OPEN, QUARANTINED, RETIRED
 from kvstore.master.copy_table import CopyTable
@@ -47,11 +49,7 @@ from kvstore.master.tenants import Tenant, TenantBook, TenantRule
 from kvstore.wire.messages import Medium, Pin
 
 SOURCE_LEFT: Final = -2  # in `PutBatch.source`: a planned copy that is not read any more
-EVENT_MEDIA: Final = {
-    Medium.DRAM: EventMedium.DRAM,
-    Medium.CXL: EventMedium.DRAM,
-    Medium.SSD: EventMedium.SSD,
-}
+EVENT_MEDIA: Final = dict.fromkeys(Medium, EventMedium.DRAM) | {Medium.SSD: EventMedium.SSD}
 
 
 class Catalog:
@@ -211,15 +209,15 @@ class Catalog:
         assert table.state[row] == COMMITTED, row
         if target.placeable_s > now or target is self.pool.of(row):
             return None
-        key, space = table.keys[row], table.space[row]
+        length, chunk_bytes = table.length[row], table.chunk_bytes[row]
+        space = target.space_of(padded(length + table_bytes(length, chunk_bytes)))
         tenant = self.tenants[table.tenant[row]]
         full = tenant.exceeds(space) and not over_quota
-        copy = None if full else target.place(key, table.length[row], space)
+        copy = None if full else target.place(table.keys[row], length, space)
         if copy is None:
             return None
         self.last_copy_id += 1
-        checksum, chunk_bytes = table.checksum[row], table.chunk_bytes[row]
-        self.describe([copy], [checksum], chunk_bytes, tenant)
+        self.describe([copy], [table.checksum[row]], chunk_bytes, tenant)
         batch = PutBatch(
             client=self.pool.of(row).node.name,
             batch=-self.last_copy_id,

@@ -38,6 +38,10 @@ class Candidates:
     evicting: Segment | None = None
     runs_on: int = 0
 
+    def most(self, space: int) -> int:
+        """Return what a block of this space takes where it takes most."""
+        return max((s.space_of(space) for group in self.sets for s in group), default=space)
+
 
 class SegmentPool:
     """All nodes and their segments. Not thread-safe.

@@ -122,7 +122,7 @@ class Segment:
     def adopt(self, key: bytes, offset: int, length: int, space: int) -> int | None:
         """Return a row for a copy that the node holds, OPEN yet; None if its range is not free."""
         assert isinstance(self._space, ReservedRanges), self.where
-        space = self._whole_units(space)
+        space = self.space_of(space)
         if not self._space.reserve(offset - self.base, space):
             return None
         row = self._table.take(key, self.index, offset, length, space)
@@ -139,7 +139,7 @@ class Segment:
         """Return a row for an open copy; None if no free range is large enough."""
         if not isinstance(self._space, SegmentAllocator):
             return None
-        space = self._whole_units(space)
+        space = self.space_of(space)
         offset = self._space.allocate(space)
         if offset is None:
             return None
@@ -151,7 +151,7 @@ class Segment:
         """Return rows for open copies, one behind the other; fewer, or none, if few fit so."""
         if not isinstance(self._space, SegmentAllocator):
             return []
-        space = self._whole_units(space)
+        space = self.space_of(space)
         offset, count = self._space.allocate_run(space, len(keys))
         self.bytes_in[OPEN] += count * space
         return self._table.take_run(
@@ -160,7 +160,7 @@ class Segment:
 
     def may_take_over(self, row: int, space: int) -> bool:
         """Tell whether a copy that goes leaves exactly the space of one that comes."""
-        return self._table.space[row] == self._whole_units(space)
+        return self._table.space[row] == self.space_of(space)
 
     def take_over(self, row: int, key: bytes, length: int) -> None:
         """Open a copy in the place of a committed one, which is in none of the books any more."""
@@ -170,7 +170,7 @@ class Segment:
         self.bytes_in[COMMITTED] -= space
         self.bytes_in[OPEN] += space
 
-    def _whole_units(self, space: int) -> int:
+    def space_of(self, space: int) -> int:
         """Return the space that a block takes here: on a disk whole blocks of the file system.
 
         A block that shared one with its neighbour would make its writer read that one first.

@@ -174,7 +174,8 @@ class Writing:
         key, length = request.keys[position], request.lengths[position]
         domains: list[str] = []
         for copy in range(batch.replicas):
-            if tenant.quota_bytes is not None and not catalog.make_way(tenant, space):
+            has_quota = tenant.quota_bytes is not None
+            if has_quota and not catalog.make_way(tenant, candidates.most(space)):
                 return m.PutOutcome.GRANTED if copy else m.PutOutcome.OVER_QUOTA
             row = catalog.pool.place(key, length, space, candidates, without=domains)
             if row is None:
