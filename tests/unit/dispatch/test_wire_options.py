@@ -82,7 +82,8 @@ def test_reduced_sums_per_rank_then_over_the_ranks(way, generator, combine_dtype
         else:
             assert torch.equal(out, reduced_reference(placed, rank, mine, 1, kind))
     exact = ExchangeGroup(BASE, placed, RANKS).run(tokens, 1, combine_dtype=combine_dtype)
-    assert sum(done.combine_bytes.values()) < sum(exact.combine_bytes.values())
+    # Equal where no token has two experts on one other rank.
+    assert sum(done.combine_bytes.values()) <= sum(exact.combine_bytes.values())
     assert sum(done.dispatch_bytes.values()) >= sum(exact.dispatch_bytes.values())
 
 
