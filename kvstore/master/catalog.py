@@ -106,15 +106,14 @@ class Catalog:
     def describe(
         self, rows: Sequence[int], checksums: Iterable[int], chunk_bytes: int, tenant: Tenant
     ) -> None:
-        """Fill in what fresh rows, of equal space, have besides a place; charge their tenant."""
+        """Fill in what fresh rows have besides a place; charge their tenant."""
         table, number = self.table, tenant.number
         for row, checksum in zip(rows, checksums, strict=True):
             table.checksum[row] = checksum
             table.chunk_bytes[row] = chunk_bytes
             table.tenant[row] = number
             table.group[row] = NO_GROUP
-        if rows:
-            tenant.used_bytes += len(rows) * table.space[rows[0]]
+        tenant.used_bytes += sum(map(table.space.__getitem__, rows))
 
     def attach(self, row: int, *, pin: int, pin_s: float, group: str, now: float) -> bool:
         """Make an OPEN copy a block, or a further copy of one; else free its bytes.
