@@ -11,14 +11,15 @@ itself is not measured. Requests name `BATCH` keys; nodes' segments are books on
               put), 3 puts of new keys, 1 Exists
     rebuild   Register and Hold of a segment's blocks in pieces, as a new master is told
 
-Memory is the growth of the process's resident size (or with `traced`, of Python's allocations)
-from the empty master to the last of a million keys, divided by the keys.
+Memory is the growth of the resident size of a process of its own (or with `traced`, of Python's
+allocations) from the empty master to the last of a million keys, divided by the keys.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import random
 import secrets
@@ -154,6 +155,14 @@ def resident_bytes() -> int:
 
 
 def measure_memory(recorder: Recorder, count: int, eviction: Eviction, *, traced: bool) -> None:
+    labels = {"keys": count, "eviction": eviction, "traced": traced}
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:
+        sample = fresh.apply(bytes_per_key, (count, eviction, traced))
+    recorder.add("memory per key", "bytes", [sample], **labels)
+
+
+def bytes_per_key(count: int, eviction: Eviction, traced: bool) -> float:
+    """Fill a master; return what it has grown by."""
     asker, chains = Asker(blocks=count, eviction=eviction), new_chains()
     if traced:
         tracemalloc.start()
@@ -162,8 +171,7 @@ def measure_memory(recorder: Recorder, count: int, eviction: Eviction, *, traced
         asker.put(next(chains))
     after = tracemalloc.get_traced_memory()[0] if traced else resident_bytes()
     tracemalloc.stop()
-    labels = {"keys": count, "eviction": eviction, "traced": traced}
-    recorder.add("memory per key", "bytes", [(after - before) / count], **labels)
+    return (after - before) / count
 
 
 def measure_rebuild(recorder: Recorder, count: int) -> None:
