@@ -84,6 +84,9 @@ class KVStoreConfig(Frozen):
         max_length=4096,
         description="Who may use the pool; none: whoever holds the cluster secret, without quotas.",
     )
+    tenant: str = Field(
+        "", max_length=64, description="For whom the workers use the pool: one of `tenants`."
+    )
     masters: KVMastersConfig = KVMastersConfig()
     events: KVEventsConfig = KVEventsConfig()
     admin: KVAdminConfig = KVAdminConfig()
@@ -111,7 +114,20 @@ class KVStoreConfig(Frozen):
         names = [tenant.name for tenant in self.tenants]
         if len(set(names)) != len(names):
             raise ValueError("two tenants have one name")
+        if self.tenant and self.tenant not in names:
+            raise ValueError(f"tenant {self.tenant!r} is none of the tenants {names}")
         return self
+
+    def tenant_of_workers(self) -> TenantConfig | None:
+        """Return for whom workers act; None: nobody in particular, as there are no tenants.
+
+        Raises:
+            ValueError: There are tenants, and none of them was chosen.
+        """
+        if self.tenants and not self.tenant:
+            names = [tenant.name for tenant in self.tenants]
+            raise ValueError(f"kvstore.tenant must say which of {names} the workers act for")
+        return next((t for t in self.tenants if t.name == self.tenant), None)
 
     @model_validator(mode="after")
     def _one_owner_per_file(self) -> Self:

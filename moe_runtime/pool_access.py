@@ -14,6 +14,7 @@ from configs.kvstore_segments import FileReader
 from kvstore import (
     StoreClient,
     StoreNode,
+    Tenant,
     WriteThrough,
     block_namespace,
     prefix_keys,
@@ -131,7 +132,15 @@ class PoolAccess:
             secret=around.secret,
             make_slab=deepnvme_slab() if wanted else None,
         )
-        client = StoreClient(engine, masters, config, secret=around.secret, local_node=node)
+        chosen = config.tenant_of_workers()
+        client = StoreClient(
+            engine,
+            masters,
+            config,
+            secret=around.secret,
+            local_node=node,
+            tenant=Tenant() if chosen is None else Tenant(chosen.name, chosen.token()),
+        )
         engine.on_notify(lambda peer, payload: _ignore(node.on_notify(peer, payload)))
         engine.on_notify(lambda peer, payload: _ignore(client.on_notify(peer, payload)))
         self._node, self._client = node, client

@@ -217,8 +217,8 @@ class MasterServer:
             tenants=[
                 TenantRule(
                     name=tenant.name,
-                    token=tenant.token_file.read_text(encoding="utf-8").strip(),
-                    quota_bytes=tenant.quota_bytes,
+                    token=tenant.token(),
+                    quota_bytes=tenant.quota_of_shard(config.masters.num_shards),
                 )
                 for tenant in config.tenants
             ],

@@ -156,5 +156,21 @@ def test_tenants_are_configured_with_their_tokens_in_files(tmp_path):
     config = KVStoreConfig.model_validate({"tenants": [tenant]})
     master = MasterServer(config, secret=b"only the members of this cluster know it")._master
     assert master.step(m.Enter("c", "t", "s3cret"), 0.0) == m.Entered("t", 100, 0)
+    with pytest.raises(ValueError, match="which of"):
+        config.tenant_of_workers()
+    chosen = KVStoreConfig.model_validate({"tenants": [tenant], "tenant": "t"})
+    assert chosen.tenant_of_workers().token() == "s3cret"
+    assert KVStoreConfig().tenant_of_workers() is None
+    with pytest.raises(ValueError, match="none of the tenants"):
+        KVStoreConfig.model_validate({"tenants": [tenant], "tenant": "u"})
     with pytest.raises(ValueError, match="one name"):
         KVStoreConfig.model_validate({"tenants": [tenant, tenant]})
+
+
+def test_each_of_several_masters_has_its_share_of_a_configured_quota(tmp_path):
+    (tmp_path / "token").write_text("s3cret", encoding="utf-8")
+    tenant = {"name": "t", "token_file": tmp_path / "token", "quota_bytes": 100}
+    masters = {"addresses": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]}
+    config = KVStoreConfig.model_validate({"tenants": [tenant], "masters": masters})
+    master = MasterServer(config, secret=b"only the members of this cluster know it")._master
+    assert master.step(m.Enter("c", "t", "s3cret"), 0.0) == m.Entered("t", 34, 0)
