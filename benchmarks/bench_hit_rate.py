@@ -8,8 +8,9 @@ ids are chained. A block is a hit when it and every block before it in the reque
 
 The policies are the store's own objects. Requests come one after the other; each uses or stores
 all its blocks, the last first. Two tiers, a fifth of the blocks in DRAM: what leaves DRAM goes to
-the SSD if it is admitted (`kvstore/master/admission.py`), what is hit there often enough goes back
-(`kvstore/master/promotion.py`), and a block is in one of them. Copies take no time.
+the SSD if it is admitted (`kvstore/master/copies/admission.py`), what is hit there often enough
+goes back (`kvstore/master/copies/promotion.py`), and a block is in one of them. Copies take no
+time.
 
 Plots of both go to `results/hit_rate_one_tier.svg` and `results/hit_rate_two_tiers.svg`.
 """
@@ -28,8 +29,8 @@ from benchmarks.line_chart import Panel, line_charts
 from configs.kvstore_policies import Admission
 from configs.schema import Eviction
 from kvstore.eviction import named_policy
-from kvstore.master.admission import SsdAdmission
-from kvstore.master.promotion import Promotion
+from kvstore.master.copies.admission import SsdAdmission
+from kvstore.master.copies.promotion import Promotion
 
 TRACES = ("conversation", "synthetic")
 SIZES = (1_000, 2_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)

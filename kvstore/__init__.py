@@ -10,17 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvstore.client.async_store import AsyncStore as AsyncStore
-    from kvstore.client.get_result import GetOutcome as GetOutcome
-    from kvstore.client.get_result import GetResult as GetResult
     from kvstore.client.held_hit import HeldHit as HeldHit
     from kvstore.client.locations import Hit as Hit
     from kvstore.client.pieces import Pieces as Pieces
     from kvstore.client.put_options import PutOptions as PutOptions
-    from kvstore.client.store import Store as Store
     from kvstore.client.store_client import StoreClient as StoreClient
     from kvstore.client.tenant import Tenant as Tenant
-    from kvstore.client.values import RegionPiece as RegionPiece
     from kvstore.client.write_through import WriteThrough as WriteThrough
     from kvstore.errors import BlockCorrupt as BlockCorrupt
     from kvstore.errors import BlockUnreachable as BlockUnreachable
@@ -45,17 +40,22 @@ if TYPE_CHECKING:
     from kvstore.master.store_master import MasterTiming as MasterTiming
     from kvstore.master.store_master import StoreMaster as StoreMaster
     from kvstore.node.store_node import StoreNode as StoreNode
+    from kvstore.values.async_store import AsyncStore as AsyncStore
+    from kvstore.values.get_result import GetOutcome as GetOutcome
+    from kvstore.values.get_result import GetResult as GetResult
+    from kvstore.values.store import Store as Store
+    from kvstore.values.values import RegionPiece as RegionPiece
     from kvstore.wire.messages import MasterStatistics as MasterStatistics
     from kvstore.wire.messages import Pin as Pin
     from kvstore.wire.messages import PutOutcome as PutOutcome
 
 _HOME = {
-    "AsyncStore": "client.async_store",
+    "AsyncStore": "values.async_store",
     "BlockCorrupt": "errors",
     "BlockUnreachable": "errors",
     "Fenced": "errors",
-    "GetOutcome": "client.get_result",
-    "GetResult": "client.get_result",
+    "GetOutcome": "values.get_result",
+    "GetResult": "values.get_result",
     "HeldHit": "client.held_hit",
     "Hit": "client.locations",
     "InvalidKey": "errors",
@@ -74,9 +74,9 @@ _HOME = {
     "Pin": "wire.messages",
     "PutOptions": "client.put_options",
     "PutOutcome": "wire.messages",
-    "RegionPiece": "client.values",
+    "RegionPiece": "values.values",
     "SegmentUnusable": "errors",
-    "Store": "client.store",
+    "Store": "values.store",
     "StoreClient": "client.store_client",
     "StoreClosed": "errors",
     "StoreMaster": "master.store_master",

@@ -27,11 +27,11 @@ from kvstore.client.locations import Hit
 from kvstore.client.master_map import MasterMap
 from kvstore.client.pieces import Pieces
 from kvstore.client.put_options import PutOptions
-from kvstore.client.quick_reads import QuickReads
 from kvstore.client.segment_keys import SegmentKeys
 from kvstore.client.tenant import Tenant
 from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_directory
 from kvstore.errors import InvalidValue
+from kvstore.values.quick_reads import QuickReads
 from kvstore.wire import messages as m
 from kvstore.wire.messages import Pin, PutOutcome
 from kvstore.wire.peer_messages import TO_CLIENT, decode_to_client

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from kvstore.errors import InvariantViolated
-from kvstore.master.catalog import Catalog
-from kvstore.master.copy_state import COMMITTED, LOST, OPEN, QUARANTINED, RETIRED
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.copy_state import COMMITTED, LOST, OPEN, QUARANTINED, RETIRED
 from kvstore.wire.messages import MasterStatistics, Medium, Pin
 
 

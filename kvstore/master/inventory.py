@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvstore.master.catalog import Catalog
-from kvstore.master.groups import NO_GROUP
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.groups import NO_GROUP
 from kvstore.master.key_order import KeyOrder
 from kvstore.master.transition import Transition
 from kvstore.wire import messages as m

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from kvstore.master.catalog import Catalog
-from kvstore.master.tenants import Tenant
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.tenants import Tenant
 from kvstore.master.timing import MasterTiming
 from kvstore.master.transition import Transition, equally_long, malformed, not_entered
 from kvstore.wire import messages as m

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from kvstore.checksum import table_bytes
 from kvstore.eviction import new_policy
-from kvstore.master.allocator import ALIGNMENT, padded
-from kvstore.master.catalog import Catalog
-from kvstore.master.segment import Node, Segment
+from kvstore.master.books.allocator import ALIGNMENT, padded
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.segment import Node, Segment
 from kvstore.master.timing import MasterTiming
 from kvstore.master.transition import Transition, are_checksums, equally_long, malformed
 from kvstore.wire import messages as m

@@ -21,8 +21,8 @@ import msgspec
 
 from kvstore.events.event_log import EventLog
 from kvstore.events.publisher import EventPublisher
+from kvstore.master.books.tenants import TenantRule
 from kvstore.master.store_master import MasterTiming, StoreMaster
-from kvstore.master.tenants import TenantRule
 from kvstore.wire import messages as m
 from kvstore.wire.envelope import Answer, seal
 from transfer.control import RpcServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvstore.master.segment import Segment
+from kvstore.master.books.segment import Segment
 
 
 class PoolObserver(Protocol):

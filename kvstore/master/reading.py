@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from kvstore.master.catalog import Catalog
-from kvstore.master.pool import MEDIA
-from kvstore.master.tenants import Tenant
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.pool import MEDIA
+from kvstore.master.books.tenants import Tenant
 from kvstore.master.transition import Transition, not_entered
 from kvstore.wire import messages as m
 

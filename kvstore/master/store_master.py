@@ -6,7 +6,8 @@ lose their place) happens before the request is looked at.
 
 What it keeps, checked by `check_invariants`:
 
-- Every byte of every segment is free, or in one copy of one state (`kvstore/master/copy_state.py`).
+- Every byte of every segment is free, or in one copy of one state
+  (`kvstore/master/books/copy_state.py`).
 - A committed block's bytes do not change or move while a lease on them runs.
 - Bytes that some writer may still write are given to nobody else.
 - A node's end takes its own copies and nothing more.
@@ -25,15 +26,15 @@ from typing import Final
 from configs.kvstore_policies import PolicyConfig
 from configs.schema import Eviction
 from kvstore.events.event_log import EventBatch, EventLog
-from kvstore.master.catalog import Catalog
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.tenants import TenantRule
+from kvstore.master.copies.planning import Planning
 from kvstore.master.figures import check_invariants, statistics
 from kvstore.master.inventory import Inventory
 from kvstore.master.keeping import Keeping
 from kvstore.master.lending import Lending
-from kvstore.master.planning import Planning
 from kvstore.master.reading import Reading
 from kvstore.master.tenancy import Tenancy
-from kvstore.master.tenants import TenantRule
 from kvstore.master.timing import MasterTiming as MasterTiming
 from kvstore.master.transition import MasterPart, Transition, malformed
 from kvstore.master.writing import Writing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvstore.master.catalog import Catalog
+from kvstore.master.books.catalog import Catalog
 from kvstore.master.transition import Transition
 from kvstore.wire import messages as m
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvstore.checksum import table_bytes
-from kvstore.master.allocator import padded
-from kvstore.master.catalog import Catalog
-from kvstore.master.open_puts import PutBatch
-from kvstore.master.pool import Candidates
-from kvstore.master.tenants import Tenant
+from kvstore.master.books.allocator import padded
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.open_puts import PutBatch
+from kvstore.master.books.pool import Candidates
+from kvstore.master.books.tenants import Tenant
 from kvstore.master.timing import MasterTiming
 from kvstore.master.transition import (
     Transition,

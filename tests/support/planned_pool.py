@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from configs.kvstore_policies import PolicyConfig
 from kvstore.events.event_log import EventFold, EventLog, Medium, Stored
-from kvstore.master.copy_state import COMMITTED, RETIRED
+from kvstore.master.books.copy_state import COMMITTED, RETIRED
+from kvstore.master.books.tenants import TenantRule
 from kvstore.master.store_master import MasterTiming, StoreMaster
-from kvstore.master.tenants import TenantRule
 from kvstore.wire import messages as m
 
 LENGTH = 4096

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from configs.schema import Eviction
-from kvstore.master.allocator import padded
-from kvstore.master.copy_state import OPEN, QUARANTINED
+from kvstore.master.books.allocator import padded
+from kvstore.master.books.copy_state import OPEN, QUARANTINED
 from kvstore.master.store_master import MasterTiming, StoreMaster
 from kvstore.wire import messages as m
 

@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from configs.kvstore import Eviction
 from kvstore.checksum import table_bytes
-from kvstore.master.allocator import padded
+from kvstore.master.books.allocator import padded
+from kvstore.master.books.tenants import TenantRule
 from kvstore.master.store_master import MasterTiming, StoreMaster
-from kvstore.master.tenants import TenantRule
 from kvstore.wire import messages as m
 
 TIMING = MasterTiming(lease_s=6.0, silence_s=1e6, put_s=20.0, soft_pin_s=10.0)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 
 from kvstore.errors import InvariantViolated
-from kvstore.master.allocator import ALIGNMENT, ReservedRanges, SegmentAllocator, padded
+from kvstore.master.books.allocator import ALIGNMENT, ReservedRanges, SegmentAllocator, padded
 
 
 def test_any_order_of_use_conserves_every_byte():

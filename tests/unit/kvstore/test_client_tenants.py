@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 
 from kvstore import MasterServer, PutOutcome, Tenant, TenantRefused
+from kvstore.master.books.tenants import TenantRule
 from kvstore.master.store_master import MasterTiming, StoreMaster
-from kvstore.master.tenants import TenantRule
 from tests.support import store_pool
 from tests.support.store_pool import Pool
 

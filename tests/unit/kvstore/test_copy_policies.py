@@ -7,11 +7,11 @@ import random
 import pytest
 
 from configs.kvstore_policies import Admission, TierPolicy
-from kvstore.master.admission import SsdAdmission
-from kvstore.master.filling import Budget, Fill, transfers
-from kvstore.master.hot_blocks import SAMPLE, HotBlocks
-from kvstore.master.promotion import Promotion
-from kvstore.master.recent_names import RecentCounts
+from kvstore.master.books.recent_names import RecentCounts
+from kvstore.master.copies.admission import SsdAdmission
+from kvstore.master.copies.filling import Budget, Fill, transfers
+from kvstore.master.copies.hot_blocks import SAMPLE, HotBlocks
+from kvstore.master.copies.promotion import Promotion
 
 
 def test_names_are_remembered_for_one_generation_and_at_most_two():

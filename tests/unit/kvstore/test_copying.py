@@ -7,8 +7,8 @@ import secrets
 import pytest
 
 from configs.kvstore_policies import CopyBounds
-from kvstore.master.copy_order import CopyOrder, Outcome, Purpose
-from kvstore.master.copying import Copying
+from kvstore.master.copies.copy_order import CopyOrder, Outcome, Purpose
+from kvstore.master.copies.copying import Copying
 
 
 class FakePool:

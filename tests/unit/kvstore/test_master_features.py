@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from kvstore.master.books.tenants import TenantRule
 from kvstore.master.store_master import MasterTiming
-from kvstore.master.tenants import TenantRule
 from kvstore.wire import messages as m
 from tests.support.master_scene import BLOCK, Scene, key
 

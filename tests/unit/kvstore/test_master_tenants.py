@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from configs.kvstore import KVStoreConfig
+from kvstore.master.books.tenants import ENTERED_MAX, TenantRule
 from kvstore.master.master_server import MasterServer
-from kvstore.master.tenants import ENTERED_MAX, TenantRule
 from kvstore.wire import messages as m
 from tests.support.master_scene import BLOCK, Scene, key
 

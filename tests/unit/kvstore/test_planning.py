@@ -15,7 +15,7 @@ from configs.kvstore_policies import (
     TierPolicy,
 )
 from kvstore.events.event_log import Medium as EventMedium
-from kvstore.master.tenants import TenantRule
+from kvstore.master.books.tenants import TenantRule
 from kvstore.wire import messages as m
 from tests.support.planned_pool import LENGTH, PlannedPool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 
 from configs.kvstore_policies import Admission
-from kvstore.master.recent_names import RecentCounts
+from kvstore.master.books.recent_names import RecentCounts
 
 
 class SsdAdmission:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from configs.kvstore_policies import HotBlockPolicy
-from kvstore.master.catalog import Catalog
-from kvstore.master.copy_order import CopyOrder, Purpose
-from kvstore.master.copying import Copying
-from kvstore.master.hot_blocks import HotBlocks
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.copies.copy_order import CopyOrder, Purpose
+from kvstore.master.copies.copying import Copying
+from kvstore.master.copies.hot_blocks import HotBlocks
 from kvstore.wire.messages import Medium
 
 LOST_MAX: Final = 1 << 16  # blocks remembered that lost a copy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from kvstore.master.catalog import Catalog
-from kvstore.master.copy_order import CopyOrder, Purpose
-from kvstore.master.segment import Segment
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.segment import Segment
+from kvstore.master.copies.copy_order import CopyOrder, Purpose
 from kvstore.wire.messages import Medium
 
 SPEED: Final = {medium: position for position, medium in enumerate(Medium)}

@@ -10,14 +10,10 @@ import numpy as np
 import torch
 
 from kvstore.client.block_reader import Copied
-from kvstore.client.get_result import MISS, GetOutcome, GetResult
 from kvstore.client.locations import Hit
-from kvstore.client.names import Name, keys_of
 from kvstore.client.pieces import Pieces
 from kvstore.client.put_options import PutOptions
 from kvstore.client.steps import Steps
-from kvstore.client.tensor_header import HEADER_BYTES, TensorHeader
-from kvstore.client.values import Part, RegionPiece, Value, parts_of, target_of
 from kvstore.errors import (
     BlockCorrupt,
     BlockUnreachable,
@@ -25,13 +21,17 @@ from kvstore.errors import (
     KVStoreError,
     LeaseExpired,
 )
+from kvstore.values.get_result import MISS, GetOutcome, GetResult
+from kvstore.values.names import Name, keys_of
+from kvstore.values.tensor_header import HEADER_BYTES, TensorHeader
+from kvstore.values.values import Part, RegionPiece, Value, parts_of, target_of
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
     from kvstore.client.client_core import ClientCore
-    from kvstore.client.hot_places import HotPlaces
     from kvstore.client.lease_keeper import LeaseKeeper
-    from kvstore.client.local_memory import LocalMemory
+    from kvstore.values.hot_places import HotPlaces
+    from kvstore.values.local_memory import LocalMemory
 
 ATTEMPTS: Final = 3  # a copy that outlasted its lease is begun anew
 _ALIGNMENT: Final = 64

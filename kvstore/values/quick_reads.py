@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kvstore.client.hot_places import HotPlaces
 from kvstore.client.locations import Hit
 from kvstore.client.place import PLACE_BYTES_MAX, Place
-from kvstore.client.values import Part, RegionPiece
 from kvstore.errors import MasterUnavailable
+from kvstore.values.hot_places import HotPlaces
+from kvstore.values.values import Part, RegionPiece
 from kvstore.wire import messages as m
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvstore.client.pieces import Pieces
-from kvstore.client.values import Bytes, Part, RegionPiece, as_tensor
+from kvstore.values.values import Bytes, Part, RegionPiece, as_tensor
 
 if TYPE_CHECKING:
     import torch

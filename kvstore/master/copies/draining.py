@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.master.catalog import Catalog
-from kvstore.master.copy_order import CopyOrder, Outcome, Purpose
-from kvstore.master.copy_state import COMMITTED, OPEN, RETIRED
-from kvstore.master.copying import Copying
-from kvstore.master.segment import Segment
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.copy_state import COMMITTED, OPEN, RETIRED
+from kvstore.master.books.segment import Segment
+from kvstore.master.copies.copy_order import CopyOrder, Outcome, Purpose
+from kvstore.master.copies.copying import Copying
 from kvstore.wire import messages as m
 
 ORDERED_MAX: Final = 4096  # orders of one drain that wait at once

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from kvstore.checksum import table_bytes
-from kvstore.master.catalog import Catalog
-from kvstore.master.copy_order import Purpose
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.copies.copy_order import Purpose
 from kvstore.wire import messages as m
 
 EVICTED_MAX: Final = 16  # times a block's own size may go for it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Final, TypeVar
 
-from kvstore.master.recent_names import RecentCounts
+from kvstore.master.books.recent_names import RecentCounts
 
 NAMES_MAX: Final = 1 << 14
 NameT = TypeVar("NameT", bound=Hashable)

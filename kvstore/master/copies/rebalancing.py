@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from configs.kvstore_policies import FillingPolicy
-from kvstore.master.catalog import Catalog
-from kvstore.master.copy_order import CopyOrder, Purpose
-from kvstore.master.copy_state import COMMITTED
-from kvstore.master.copying import Copying
-from kvstore.master.filling import Budget, Fill, transfers
-from kvstore.master.segment import Segment
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.copy_state import COMMITTED
+from kvstore.master.books.segment import Segment
+from kvstore.master.copies.copy_order import CopyOrder, Purpose
+from kvstore.master.copies.copying import Copying
+from kvstore.master.copies.filling import Budget, Fill, transfers
 from kvstore.wire import messages as m
 
 LOOK_S: Final = 0.5  # from one look at joined segments to the next

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.eviction import EvictionRows
-from kvstore.master.copy_state import FREE, OPEN
+from kvstore.master.books.copy_state import FREE, OPEN
 
 GROWTH_MIN: Final = 1024
 GROWTH_SHARE: Final = 8  # the table grows by an eighth

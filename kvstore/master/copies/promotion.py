@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Final
 
-from kvstore.master.recent_names import RecentCounts
+from kvstore.master.books.recent_names import RecentCounts
 
 NAMES_MAX: Final = 1 << 16
 

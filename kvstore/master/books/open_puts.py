@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.errors import InvariantViolated
-from kvstore.master.copy_state import OPEN, QUARANTINED
-from kvstore.master.copy_table import CopyTable
+from kvstore.master.books.copy_state import OPEN, QUARANTINED
+from kvstore.master.books.copy_table import CopyTable
 
 NO_SOURCE: Final = -1
 

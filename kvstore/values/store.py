@@ -15,16 +15,16 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from configs.schema import KVStoreConfig, TransferConfig
-from kvstore.client.get_result import GetOutcome, GetResult
-from kvstore.client.local_memory import LocalMemory
 from kvstore.client.locations import Hit
-from kvstore.client.names import Name, key_of
 from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.store_client import NOBODY, StoreClient
 from kvstore.client.tenant import Tenant
-from kvstore.client.value_operations import ValueOperations, failure
-from kvstore.client.values import Value, target_of
 from kvstore.keys import block_namespace
+from kvstore.values.get_result import GetOutcome, GetResult
+from kvstore.values.local_memory import LocalMemory
+from kvstore.values.names import Name, key_of
+from kvstore.values.value_operations import ValueOperations, failure
+from kvstore.values.values import Value, target_of
 from kvstore.wire.messages import Pin, PutOutcome
 from transfer import TransferEngine
 

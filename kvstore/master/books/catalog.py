@@ -3,7 +3,7 @@
 The master decides; the catalog carries out single changes so that all of them stay in step.
 
 Policies that plan copies (draining, promotion, hot blocks, ...) work on this, in rows of
-`kvstore/master/copy_table.py`: one row, a small int, per copy of a block.
+`kvstore/master/books/copy_table.py`: one row, a small int, per copy of a block.
 
     copies(key) -> [row]                   committed copies of a block
     table.rows_in(index, COMMITTED)        committed copies in one segment; O(all rows)
@@ -33,19 +33,19 @@ from configs.schema import Eviction
 from kvstore.checksum import table_bytes
 from kvstore.events.event_log import EventLog
 from kvstore.events.event_log import Medium as EventMedium
-from kvstore.master.allocator import padded
-from kvstore.master.block_index import BlockIndex
-from kvstore.master.copy_state import COMMITTED, FREE, LOST, OPEN, QUARANTINED, RETIRED
-from kvstore.master.copy_table import CopyTable
-from kvstore.master.expected_keys import ExpectedKeys
-from kvstore.master.groups import NO_GROUP, GroupBook
-from kvstore.master.lease import Lease, LeaseTable
+from kvstore.master.books.allocator import padded
+from kvstore.master.books.block_index import BlockIndex
+from kvstore.master.books.copy_state import COMMITTED, FREE, LOST, OPEN, QUARANTINED, RETIRED
+from kvstore.master.books.copy_table import CopyTable
+from kvstore.master.books.expected_keys import ExpectedKeys
+from kvstore.master.books.groups import NO_GROUP, GroupBook
+from kvstore.master.books.lease import Lease, LeaseTable
+from kvstore.master.books.open_puts import OpenPuts, PutBatch
+from kvstore.master.books.pins import Pins
+from kvstore.master.books.pool import SegmentPool
+from kvstore.master.books.segment import Segment
+from kvstore.master.books.tenants import Tenant, TenantBook, TenantRule
 from kvstore.master.observer import PoolObserver
-from kvstore.master.open_puts import OpenPuts, PutBatch
-from kvstore.master.pins import Pins
-from kvstore.master.pool import SegmentPool
-from kvstore.master.segment import Segment
-from kvstore.master.tenants import Tenant, TenantBook, TenantRule
 from kvstore.wire.messages import Medium, Pin
 
 SOURCE_LEFT: Final = -2  # in `PutBatch.source`: a planned copy that is not read any more

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvstore.errors import InvariantViolated
-from kvstore.master.copy_state import COMMITTED
-from kvstore.master.copy_table import CopyTable
+from kvstore.master.books.copy_state import COMMITTED
+from kvstore.master.books.copy_table import CopyTable
 
 
 class BlockIndex:

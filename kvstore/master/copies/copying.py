@@ -19,7 +19,7 @@ from typing import Protocol
 
 from configs.kvstore_policies import CopyBounds
 from kvstore.errors import InvariantViolated
-from kvstore.master.copy_order import CopyOrder, Outcome, Purpose
+from kvstore.master.copies.copy_order import CopyOrder, Outcome, Purpose
 
 
 class CopyPool(Protocol):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.master.copy_state import FREE
-from kvstore.master.copy_table import CopyTable
-from kvstore.master.segment import Node, Segment
+from kvstore.master.books.copy_state import FREE
+from kvstore.master.books.copy_table import CopyTable
+from kvstore.master.books.segment import Node, Segment
 from kvstore.wire.messages import Medium, NodeAddress, PutOutcome
 
 MEDIA: Final = tuple(Medium)  # fastest first

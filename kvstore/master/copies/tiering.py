@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from configs.kvstore_policies import Admission, TierPolicy
-from kvstore.master.admission import SsdAdmission
-from kvstore.master.catalog import Catalog
-from kvstore.master.copy_order import CopyOrder, Outcome, Purpose
-from kvstore.master.copying import Copying
-from kvstore.master.promotion import Promotion
-from kvstore.master.segment import Segment
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.segment import Segment
+from kvstore.master.copies.admission import SsdAdmission
+from kvstore.master.copies.copy_order import CopyOrder, Outcome, Purpose
+from kvstore.master.copies.copying import Copying
+from kvstore.master.copies.promotion import Promotion
 from kvstore.wire.messages import Medium, Pin
 
 VICTIMS_PER_STEP: Final = 64

@@ -9,8 +9,8 @@ from typing import Final
 from kvstore.errors import InvariantViolated
 from kvstore.eviction import EvictionPolicy, RowQueue
 from kvstore.eviction.rows import HELD
-from kvstore.master.allocator import ReservedRanges, SegmentAllocator, class_of
-from kvstore.master.copy_state import (
+from kvstore.master.books.allocator import ReservedRanges, SegmentAllocator, class_of
+from kvstore.master.books.copy_state import (
     COMMITTED,
     FREE,
     LOST,
@@ -18,7 +18,7 @@ from kvstore.master.copy_state import (
     CopyState,
     check_arrow,
 )
-from kvstore.master.copy_table import CopyTable
+from kvstore.master.books.copy_table import CopyTable
 from kvstore.wire.messages import Medium, NodeAddress, Pin
 
 NONE, SOFT, HARD = (int(pin) for pin in Pin)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvstore.master.block_index import BlockIndex
-from kvstore.master.copy_table import CopyTable
-from kvstore.master.pool import SegmentPool
-from kvstore.master.soft_pins import SoftPins
-from kvstore.master.tenants import TenantBook
+from kvstore.master.books.block_index import BlockIndex
+from kvstore.master.books.copy_table import CopyTable
+from kvstore.master.books.pool import SegmentPool
+from kvstore.master.books.soft_pins import SoftPins
+from kvstore.master.books.tenants import TenantBook
 from kvstore.wire.messages import Pin
 
 

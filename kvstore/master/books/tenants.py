@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.eviction import RowQueue
-from kvstore.master.copy_table import CopyTable
+from kvstore.master.books.copy_table import CopyTable
 from kvstore.wire.messages import Pin
 
 NOBODY: Final = 0  # number of the tenant ""

@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from configs.kvstore_policies import PolicyConfig
-from kvstore.master.catalog import Catalog
-from kvstore.master.copy_order import CopyOrder, Outcome, Purpose
-from kvstore.master.copy_pool import CatalogCopies
-from kvstore.master.copying import Copying
-from kvstore.master.draining import Draining
-from kvstore.master.rebalancing import Rebalancing
-from kvstore.master.replication import Replication
-from kvstore.master.segment import Segment
-from kvstore.master.targets import Targets
-from kvstore.master.tiering import Tiering
+from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.segment import Segment
+from kvstore.master.copies.copy_order import CopyOrder, Outcome, Purpose
+from kvstore.master.copies.copy_pool import CatalogCopies
+from kvstore.master.copies.copying import Copying
+from kvstore.master.copies.draining import Draining
+from kvstore.master.copies.rebalancing import Rebalancing
+from kvstore.master.copies.replication import Replication
+from kvstore.master.copies.targets import Targets
+from kvstore.master.copies.tiering import Tiering
 from kvstore.master.transition import Transition
 from kvstore.wire import messages as m
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.client.async_driver import AsyncDriver
-from kvstore.client.get_result import GetOutcome, GetResult
-from kvstore.client.names import Name
 from kvstore.client.pieces import IntsLike, Pieces
 from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.steps import Steps
-from kvstore.client.store import got
-from kvstore.client.values import Value
+from kvstore.values.get_result import GetOutcome, GetResult
+from kvstore.values.names import Name
+from kvstore.values.store import got
+from kvstore.values.values import Value
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvstore.client.locations import Hit
-    from kvstore.client.store import Store
+    from kvstore.values.store import Store
     from transfer import Region
 
 

@@ -1,0 +1,1 @@
+"""What a master knows: copies, space, leases, open puts, pins, groups, tenants; kept in step."""

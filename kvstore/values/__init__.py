@@ -1,0 +1,1 @@
+"""Values of any kind by name, over the client of blocks."""
