@@ -84,8 +84,8 @@ class KVStoreConfig(Frozen):
         max_length=4096,
         description="Who may use the pool; none: whoever holds the cluster secret, without quotas.",
     )
-    tenant: str = Field(
-        "", max_length=64, description="For whom the workers use the pool: one of `tenants`."
+    tenant: str | None = Field(
+        None, min_length=1, description="For whom the workers use the pool: one of `tenants`."
     )
     masters: KVMastersConfig = KVMastersConfig()
     events: KVEventsConfig = KVEventsConfig()
@@ -114,7 +114,7 @@ class KVStoreConfig(Frozen):
         names = [tenant.name for tenant in self.tenants]
         if len(set(names)) != len(names):
             raise ValueError("two tenants have one name")
-        if self.tenant and self.tenant not in names:
+        if self.tenant is not None and self.tenant not in names:
             raise ValueError(f"tenant {self.tenant!r} is none of the tenants {names}")
         return self
 
@@ -124,7 +124,7 @@ class KVStoreConfig(Frozen):
         Raises:
             ValueError: There are tenants, and none of them was chosen.
         """
-        if self.tenants and not self.tenant:
+        if self.tenants and self.tenant is None:
             names = [tenant.name for tenant in self.tenants]
             raise ValueError(f"kvstore.tenant must say which of {names} the workers act for")
         return next((t for t in self.tenants if t.name == self.tenant), None)
