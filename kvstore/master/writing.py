@@ -127,10 +127,13 @@ class Writing:
         """Open copies of blocks of one length; write down which of them can't be placed."""
         catalog, length = self._catalog, request.lengths[positions[0]]
         space = padded(length + table_bytes(length, request.chunk_bytes))
-        rows: Sequence[int] = ()
+        rows: list[int] = []
         if batch.replicas == 1 and tenant.quota_bytes is None:
             keys = [request.keys[position] for position in positions]
-            rows = catalog.pool.place_free(keys, [length] * len(keys), space, candidates)
+            lengths = [length] * len(keys)
+            rows = catalog.pool.place_free(keys, lengths, space, candidates)
+            rest = slice(len(rows), None)
+            rows += catalog.pool.place_over(keys[rest], lengths[rest], space, candidates)
             placed = positions[: len(rows)]
             checksums = [request.checksums[position] for position in placed]
             catalog.describe(rows, checksums, request.chunk_bytes, tenant)

@@ -194,6 +194,26 @@ class SegmentPool:
                 rows += run
         return rows
 
+    def place_over(
+        self, keys: Sequence[bytes], lengths: Sequence[int], space: int, candidates: Candidates
+    ) -> list[int]:
+        """Return rows of open copies of the first of these blocks, where blocks of their size go.
+
+        Like `place` for each of them, as long as no victim is of another size.
+        """
+        rows: list[int] = []
+        group = candidates.sets[0] if candidates.sets else ()
+        while group and len(rows) < len(keys):
+            segment = min(group, key=self._age)
+            if segment.may_fit(space):
+                break
+            rest = slice(len(rows), len(rows) + RUN_MAX + 1)
+            run = self._take_over(segment, keys[rest], lengths[rest], space)
+            if not run:
+                break
+            rows += run
+        return rows
+
     def place(
         self,
         key: bytes,
@@ -249,6 +269,19 @@ class SegmentPool:
                 candidates.evicting, candidates.runs_on = segment, RUN_MAX
                 return row
         return None
+
+    def _take_over(
+        self, segment: Segment, keys: Sequence[bytes], lengths: Sequence[int], space: int
+    ) -> list[int]:
+        rows: list[int] = []
+        for key, length in zip(keys, lengths, strict=True):
+            victim = segment.victim()
+            if victim is None or not segment.may_take_over(victim, space):
+                break
+            self._clear(victim)
+            segment.take_over(victim, key, length)
+            rows.append(victim)
+        return rows
 
     def why_not(self, space: int) -> PutOutcome:
         """Return what to tell the writer of a block for which there is no place now."""
