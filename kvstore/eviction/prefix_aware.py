@@ -39,18 +39,19 @@ class PrefixAware:
     """
 
     def __init__(self, rows: EvictionRows) -> None:
+        rows.keep_chains()
         self._rows = rows
+        self._length = 0
         self._queues = [RowQueue(rows.older, rows.newer) for _ in range(USE_CLASSES)]
         self._aside = RowQueue(rows.older, rows.newer)
         self._aside_named: dict[Hashable, int] = {}  # rows that stepped aside, by name
-        self._known: dict[int, tuple[int, Hashable | None]] = {}  # tick of the last use, parent
         self._children: dict[Hashable, int] = {}  # how many known blocks name this parent
         self._gone: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()  # uses, last tick
         self._rates = HitRates()
         self._tick = 0
 
     def __len__(self) -> int:
-        return len(self._known)
+        return self._length
 
     def admit(self, row: int, parent: Hashable | None = None) -> None:
         """Enter a block, with the uses that it had if it was here before."""
@@ -61,7 +62,9 @@ class PrefixAware:
             self._rates.hit(before[0], before[1], self._tick)
             uses = min(before[0] + 1, USES_MAX)
         self._rates.wait(uses, self._tick)
-        self._known[row] = (self._tick, parent)
+        self._length += 1
+        self._rows.ticks[row] = self._tick
+        self._rows.parents[row] = parent
         self._rows.uses[row] = uses
         if parent is not None:
             self._children[parent] = self._children.get(parent, 0) + 1
@@ -70,11 +73,10 @@ class PrefixAware:
     def touch(self, row: int) -> None:
         """Count a use: the block goes to the young end of the queue for that many."""
         self._tick += 1
-        used_at, parent = self._known[row]
         uses = self._rows.uses[row]
-        self._rates.hit(uses, used_at, self._tick)
+        self._rates.hit(uses, self._rows.ticks[row], self._tick)
         self._rates.wait(min(uses + 1, USES_MAX), self._tick)
-        self._known[row] = (self._tick, parent)
+        self._rows.ticks[row] = self._tick
         is_held = self._rows.place[row] == HELD
         if not is_held:
             self._leave(row)
@@ -95,7 +97,9 @@ class PrefixAware:
 
     def remove(self, row: int, *, evicted: bool = False) -> None:
         """Forget a block; remember what is known of one that was evicted."""
-        used_at, parent = self._known.pop(row)
+        used_at, parent = self._rows.ticks[row], self._rows.parents[row]
+        self._length -= 1
+        self._rows.parents[row] = None
         if self._rows.place[row] != HELD:
             self._leave(row)
         self._rows.place[row] = UNKNOWN
@@ -103,7 +107,7 @@ class PrefixAware:
             self._lose_child(parent)
         if evicted:
             self._gone[self._rows.names[row]] = (self._rows.uses[row], used_at)
-            while len(self._gone) > max(GONE_MIN, GONE_PER_BLOCK * len(self._known)):
+            while len(self._gone) > max(GONE_MIN, GONE_PER_BLOCK * self._length):
                 _, (uses, last_tick) = self._gone.popitem(last=False)
                 self._rates.missed(uses, last_tick, self._tick)
         else:
@@ -120,7 +124,7 @@ class PrefixAware:
             row = self._oldest_leaf(queue)
             if row is None:
                 continue
-            used_at = self._known[row][0]
+            used_at = self._rows.ticks[row]
             worth = (self._rates.rate(use_class, self._tick - used_at), used_at)
             if best is None or worth < lowest:
                 best, lowest = row, worth

@@ -27,9 +27,11 @@ class EvictionRows:
         older, newer: Neighbours in the queue.
         place: UNKNOWN, HELD, or the policy's number of the queue that the row is in.
         uses: How often the block was used, as far as the policy counts.
+        ticks: When it was used last, by the clock of its policy; see `keep_chains`.
+        parents: What the block before it in its chain is called; see `keep_chains`.
     """
 
-    __slots__ = ("names", "newer", "older", "place", "uses")
+    __slots__ = ("_has_chains", "names", "newer", "older", "parents", "place", "ticks", "uses")
 
     def __init__(self) -> None:
         self.names: list[Hashable] = []
@@ -37,6 +39,15 @@ class EvictionRows:
         self.newer = array("i")
         self.place = array("B")
         self.uses = array("B")
+        self.ticks = array("q")
+        self.parents: list[Hashable | None] = []
+        self._has_chains = False
+
+    def keep_chains(self) -> None:
+        """Have the columns `ticks` and `parents`, which not every policy needs, from now on."""
+        if not self._has_chains:
+            self._has_chains = True
+            self._grow_chains(len(self))
 
     def __len__(self) -> int:
         return len(self.place)
@@ -45,6 +56,12 @@ class EvictionRows:
         """Add rows that are unknown."""
         for column in (self.older, self.newer, self.place, self.uses):
             column.frombytes(bytes(column.itemsize * count))
+        if self._has_chains:
+            self._grow_chains(count)
+
+    def _grow_chains(self, count: int) -> None:
+        self.ticks.frombytes(bytes(self.ticks.itemsize * count))
+        self.parents.extend([None] * count)
 
 
 class RowQueue:
