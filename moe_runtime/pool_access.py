@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from configs.kvstore_segments import FileReader
@@ -23,6 +24,7 @@ from kvstore.discovery.finding import directory_of, followed
 from moe_runtime.block_fetcher import BlockFetcher
 from moe_runtime.expert_backup import ExpertBackup
 from moe_runtime.integrations.deepnvme import deepnvme_slab
+from moe_runtime.pool_load import pool_counters
 from moe_runtime.pooled_blocks import PooledBlocks
 
 if TYPE_CHECKING:
@@ -107,7 +109,11 @@ class PoolAccess:
         stack.callback(fetcher.close)
         fetcher.open()
         self.blocks = PooledBlocks(
-            writer, fetcher, page_bytes=weights.kv.page_bytes, on_stored=self._engine.wake
+            writer,
+            fetcher,
+            page_bytes=weights.kv.page_bytes,
+            on_stored=self._engine.wake,
+            pool_counters=partial(pool_counters, self._client, self._node),
         )
 
     def back_up_experts(self) -> None:

@@ -32,6 +32,7 @@ class PooledBlocks:
         fetcher: Likewise.
         page_bytes: Of one page, which is one block.
         on_stored: Called on the writer's thread when pages came back: a request may wait for them.
+        pool_counters: What else this rank counts at its ends of the pool.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class PooledBlocks:
         *,
         page_bytes: int,
         on_stored: Callable[[], None],
+        pool_counters: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._writer = writer
         self._fetcher = fetcher
         self._page_bytes = page_bytes
         self._on_stored = on_stored
+        self._pool_counters = pool_counters
         self._stored: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         self._num_fetched = 0
 
@@ -83,7 +86,7 @@ class PooledBlocks:
     def counters(self) -> dict[str, float]:
         """Blocks moved so far, for the rank's report."""
         written = self._writer.statistics()
-        return {
+        return self._pool_counters() | {
             "pool_blocks_stored": float(written.stored),
             "pool_blocks_skipped": float(written.skipped),
             "pool_blocks_fetched": float(self._num_fetched),

@@ -6,12 +6,14 @@ import secrets
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
 
 from kvstore import WriteThrough
 from moe_runtime.block_fetcher import BlockFetcher, Fetched, FetcherFailed
+from moe_runtime.pool_load import pool_counters
 from moe_runtime.pooled_blocks import PooledBlocks
 from moe_runtime.scheduler import FetchBlocks, StoreBlock
 from tests.support.pool_member import WAIT_S, start_pool
@@ -41,7 +43,11 @@ class Rank:
             on_fetched=self.woken.set,
         )
         self.blocks = PooledBlocks(
-            writer, self.fetcher, page_bytes=PAGE_BYTES, on_stored=self.woken.set
+            writer,
+            self.fetcher,
+            page_bytes=PAGE_BYTES,
+            on_stored=self.woken.set,
+            pool_counters=partial(pool_counters, member.client, member.node),
         )
         for part in (writer, self.fetcher):
             stack.callback(part.close)
@@ -88,11 +94,17 @@ def test_blocks_of_one_rank_are_found_by_another(stack):
     assert (second.pages[places] == first.pages[pages]).all()
     others = np.setdiff1d(np.arange(NUM_PAGES), places)
     assert (second.pages[others] == before[others]).all()
-    assert first.blocks.counters() == {
+    counters = first.blocks.counters()
+    wanted = {
         "pool_blocks_stored": 5.0,
         "pool_blocks_skipped": 0.0,
         "pool_blocks_fetched": 0.0,
+        "pool_client_stored_blocks": 5.0,
+        "pool_client_failed_blocks": 0.0,
+        "pool_scrub_bad_blocks": 0.0,
+        "pool_copies_done": 0.0,
     }
+    assert {name: counters[name] for name in wanted} == wanted
     assert second.blocks.counters()["pool_blocks_fetched"] == 5.0
 
 
