@@ -16,6 +16,7 @@ from kvstore.node.segment import Segment
 from kvstore.wire import messages as m
 from transfer import TransferEngine
 from transfer.pieces import make_pieces
+from transfer.storage.storage import Waiter
 
 WAIT_S = 30.0
 
@@ -40,9 +41,10 @@ def damage(segment: Segment, offset: int) -> None:
     if segment.memory.array is not None:
         segment.memory.array[offset] = byte[0]
     else:
-        slab, done = segment.memory._slab, []
-        slab.store(byte, make_pieces(0, offset, 1), time.monotonic() + WAIT_S, done.append)
-        slab.sync()
+        slab, deadline = segment.memory._slab, time.monotonic() + WAIT_S
+        written = Waiter("the slab", "write", deadline)
+        slab.store(byte, make_pieces(0, offset, 1), deadline, written.end)
+        written.wait()
         assert read(segment, offset, 1)[0] == byte[0]
 
 
