@@ -3,10 +3,14 @@
 A side starts its servers and `CLIENTS` clients, says the processes' numbers in one line, and then
 answers one JSON line per line: {"op", "size", "blocks", "clients", "seconds"} -> figures.
 Runs in the interpreter of any peer: numpy and the standard library only.
+
+Clients are started together over their pipes, not with a barrier: a side is ended by SIGKILL,
+and the named semaphores below a barrier would stay in /dev/shm.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -17,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +31,7 @@ BUFFER_BYTES = 16 << 20  # what one operation moves at most
 SHARE_BYTES = 160 << 20  # of the pool, per client
 POOL_BYTES = CLIENTS * SHARE_BYTES
 READY_S = 60.0
+READY = "ready"  # of a client: it is there, or warm
 
 
 class StoreClient(Protocol):
@@ -63,9 +67,10 @@ def free_port() -> int:
 
 
 def start_server(command: list[str], port: int, folder: Path) -> subprocess.Popen[bytes]:
-    """Start a server and wait until its port answers."""
+    """Start a server and wait until its port answers; it ends with this process."""
     with (folder / f"server-{port}").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
+    atexit.register(process.kill)  # who asks may be killed, and can end nobody then
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -77,8 +82,16 @@ def start_server(command: list[str], port: int, folder: Path) -> subprocess.Pope
     raise RuntimeError(f"{command[0]} did not start")
 
 
-def measure(client: StoreClient, request: dict[str, Any], barrier: Barrier) -> dict[str, Any]:
-    """Carry out one request; what is not the store's work is left out of the time."""
+def measure(
+    client: StoreClient, request: dict[str, Any], wait: Callable[[], bool]
+) -> dict[str, Any] | None:
+    """Carry out one request; what is not the store's work is left out of the time.
+
+    Args:
+        client: Whose.
+        request: As in the module's text.
+        wait: Says that this client is ready, and waits for all; False: nobody measures.
+    """
     size, blocks, op = request["size"], request["blocks"], request["op"]
     before = client.buffer[: size * blocks].copy()
     turn, spans, skipped = 0, [], 0.0
@@ -88,7 +101,8 @@ def measure(client: StoreClient, request: dict[str, Any], barrier: Barrier) -> d
     for _ in range(2):
         client.get(size, blocks, turn)
         turn += 1
-    barrier.wait(READY_S)
+    if not wait():
+        return None
     begin = now = time.perf_counter()
     while now - begin - skipped < request["seconds"]:
         if op == "put":
@@ -113,33 +127,40 @@ def run_client(
     index: int,
     arguments: tuple[Any, ...],
     pipe: Connection,
-    barriers: dict[int, Barrier],
 ) -> None:
     """Be one client process."""
+
+    def wait() -> bool:
+        pipe.send(READY)
+        return bool(pipe.recv())
+
     client = make(index, *arguments)
     client.buffer[:] = filled(BUFFER_BYTES, index)
     for _ in range(2 * SHARE_BYTES // (4 << 20)):  # so that the pool's pages exist
         client.put(4 << 20, 1)
         client.tidy()
-    pipe.send("ready")
+    pipe.send(READY)
     while (request := pipe.recv()) is not None:
         try:
-            pipe.send(measure(client, request, barriers[request["clients"]]))
+            if (found := measure(client, request, wait)) is not None:
+                pipe.send(found)
         except (RuntimeError, OSError, ValueError, *client.errors) as error:  # told who asked
-            barriers[request["clients"]].abort()
             pipe.send({"error": f"{type(error).__name__}: {error}"})
     os._exit(0)  # some peers do not end by themselves
 
 
-def answer(pipes: list[Connection], barrier: Barrier, request: dict[str, Any]) -> dict[str, Any]:
+def answer(pipes: list[Connection], request: dict[str, Any]) -> dict[str, Any]:
     """Ask as many clients as wanted at once, and add up what they say."""
-    barrier.reset()
     chosen = pipes[: request["clients"]]
     for pipe in chosen:
         pipe.send(request)
-    found = [pipe.recv() for pipe in chosen]
+    said = [pipe.recv() for pipe in chosen]
+    ready = [pipe for pipe, word in zip(chosen, said, strict=True) if word == READY]
+    everybody = len(ready) == len(chosen)
+    for pipe in ready:
+        pipe.send(everybody)
+    found = [pipe.recv() for pipe in chosen] if everybody else [w for w in said if w != READY]
     errors = [one["error"] for one in found if "error" in one]
-    errors.sort(key=lambda text: text.startswith("Broken"))  # of those who waited for the one
     if errors:
         return {"error": errors[0]}
     nbytes = request["size"] * request["blocks"]
@@ -159,12 +180,11 @@ def serve(make: Callable[..., StoreClient], arguments: tuple[Any, ...], pids: li
         pids: Servers.
     """
     context = multiprocessing.get_context("spawn")
-    barriers = {count: context.Barrier(count) for count in (1, CLIENTS)}
     pipes, processes = [], []
     for index in range(CLIENTS):
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=run_client, args=(make, index, arguments, theirs, barriers), daemon=True
+            target=run_client, args=(make, index, arguments, theirs), daemon=True
         )
         process.start()
         pipes.append(ours)
@@ -178,6 +198,6 @@ def serve(make: Callable[..., StoreClient], arguments: tuple[Any, ...], pids: li
     sys.stdout.flush()
     for line in sys.stdin:
         request = json.loads(line)
-        found = answer(pipes, barriers[request["clients"]], request)
+        found = answer(pipes, request)
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
