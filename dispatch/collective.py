@@ -22,9 +22,8 @@ from dispatch.expert_map import ExpertMap
 from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
 from dispatch.layout import Bytes, DispatchLayout, aligned
 from dispatch.message import Stamp
-from dispatch.passes import Call, PassSequence
-from dispatch.statistics import Counters, DispatchStatistics
-from dispatch.validation import check_layer
+from dispatch.pass_calls import FixedGroup
+from dispatch.passes import Call
 from dispatch.weighted_sum import WeightedSum
 
 Write = Callable[[int, Bytes], int]  # position of a member, its part of the buffer -> bytes
@@ -46,7 +45,7 @@ def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-class CollectiveDispatcher(Dispatcher):
+class CollectiveDispatcher(FixedGroup, Dispatcher):
     """A `Dispatcher` on a process group, gloo or NCCL. Not thread-safe.
 
     Tensors are in host memory with either; NCCL's messages take a detour over the current GPU.
@@ -71,14 +70,13 @@ class CollectiveDispatcher(Dispatcher):
         process_group: dist.ProcessGroup | None = None,
         missing_experts: MissingExperts = MissingExperts.WAIT,
     ) -> None:
+        super().__init__(layout)
         self._group = process_group
         self._size = dist.get_world_size(process_group)
         self._device = device_of(process_group)
         members = list(ranks) if ranks is not None else list(range(self._size))
         assert members == sorted(members), "group ranks follow the order of the map's ranks"
         assert len(members) == self._size, "one rank of the map for each rank of the group"
-        self._layout = layout
-        self._counters = Counters(layout)
         self._exchange = Exchange(
             layout,
             expert_map,
@@ -90,13 +88,6 @@ class CollectiveDispatcher(Dispatcher):
         )
         self._others = [w for w in range(self._size) if w != self._exchange.me]
         self._moving: dict[int, Moving] = {}  # window -> what is due in it
-        self._sequence = PassSequence(layout.microbatches)
-        self._sequence.become_prepared(0)
-        self._sequence.become_idle()
-
-    def begin_pass(self) -> None:
-        """See `Dispatcher.begin_pass`."""
-        self._sequence.begin()
 
     def dispatch_send(
         self,
@@ -109,8 +100,7 @@ class CollectiveDispatcher(Dispatcher):
         more: bool = False,
     ) -> Outgoing:
         """See `Dispatcher.dispatch_send`. Waits for the other ranks' sizes."""
-        check_layer(self._layout, layer)
-        stamp = self._sequence.dispatching(layer, microbatch)
+        stamp = self._dispatching(layer, microbatch)
         outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp, more=more)
         exchange = self._exchange
         sizes = self._sizes_of(lambda w: exchange.dispatch_bytes(outgoing, w))
@@ -163,15 +153,6 @@ class CollectiveDispatcher(Dispatcher):
             raise
         self._sequence.combined(stamp)
         return out
-
-    def end_pass(self) -> None:
-        """See `Dispatcher.end_pass`."""
-        self._sequence.end()
-        self._counters.passes += 1
-
-    def statistics(self) -> DispatchStatistics:
-        """See `Dispatcher.statistics`."""
-        return self._counters.snapshot()
 
     def _sizes_of(self, nbytes: Callable[[int], int]) -> list[int]:
         """Return the size of each member's message; this rank sends itself none."""

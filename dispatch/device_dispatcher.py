@@ -28,13 +28,12 @@ import torch
 
 from configs.schema import DispatchConfig
 from dispatch.device_exchange import DeviceExchange, Received, Sent
-from dispatch.errors import CallOrder, InputInvalid, LayoutMismatch
+from dispatch.errors import InputInvalid, LayoutMismatch
 from dispatch.expert_map import ExpertMap
 from dispatch.layout import DispatchLayout
 from dispatch.message import Stamp
-from dispatch.passes import Call, PassSequence, State
-from dispatch.statistics import Counters, DispatchStatistics
-from dispatch.validation import check_layer
+from dispatch.pass_calls import ChangingGroup, offer_of
+from dispatch.passes import Call
 from dispatch.waiting import PEER_ERRORS, Waiting
 from dispatch.windows import offer_head, read_offer_head
 from transfer import Access, RegionKey
@@ -51,8 +50,10 @@ class _Peer(NamedTuple):
     name: str
 
 
-class DeviceDispatcher:
+class DeviceDispatcher(ChangingGroup):
     """A dispatcher for one rank whose tensors are on a device. Not thread-safe.
+
+    Its statistics do not say which experts were chosen.
 
     Args:
         engine: Open, connected to the members. Not owned.
@@ -73,26 +74,19 @@ class DeviceDispatcher:
         results_dtype: torch.dtype | None = None,
         alignment: int = 128,
     ) -> None:
+        super().__init__(layout)
         self._engine = engine
         self._timeout_s = config.pass_timeout_s
-        self._layout = layout
         self._device = device
         self._results_dtype = results_dtype or layout.dtype
         self._wire_dtype = layout.returned_dtype(self._results_dtype)
         self._alignment = alignment
-        self._counters = Counters(layout)
-        self._sequence = PassSequence(layout.microbatches)
         self._exchanges: list[DeviceExchange] = []  # by microbatch
         self._outgoing: list[Region] = []  # by number of the window
         self._incoming: list[Region] = []
         self._peers: list[_Peer] = []
         self._keys: dict[int, list[RegionKey]] = {}  # rank -> by number of the window
         self._waiting: Waiting | None = None
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last `prepare`; 0 before the first."""
-        return self._sequence.epoch
 
     def prepare(
         self, *, epoch: int, rank: int, members: Mapping[int, str], expert_map: ExpertMap
@@ -112,8 +106,7 @@ class DeviceDispatcher:
             InputInvalid: The epoch is not newer, or the layout or `rank` is not served. The
                 dispatcher is as before.
         """
-        if epoch <= self.epoch:
-            raise InputInvalid(name="epoch", observed=str(epoch), expected=f"> {self.epoch}")
+        self._check_newer(epoch)
         exchanges = [
             DeviceExchange(
                 self._layout,
@@ -125,8 +118,8 @@ class DeviceDispatcher:
             )
             for _ in range(self._layout.microbatches)
         ]
-        self._drop()
         self._sequence.become_prepared(epoch)
+        self._drop()
         self._exchanges = exchanges
         for exchange in exchanges:
             for parity in (0, 1):
@@ -164,17 +157,11 @@ class DeviceDispatcher:
             StaleEpoch: An offer is for another epoch.
             LayoutMismatch: An offer is missing, or a member was configured with other sizes.
         """
-        if self._sequence.state is not State.PREPARED:
-            raise CallOrder(call="install", state=self._sequence.state.value)
+        self._sequence.check_prepared()
         keys: dict[int, list[RegionKey]] = {}
         for peer in self._peers:
-            if peer.rank not in offers:
-                raise LayoutMismatch(
-                    rank=peer.rank, name="number of offers", observed=0, expected=1
-                )
-            rest = read_offer_head(
-                offers[peer.rank], self._layout, rank=peer.rank, epoch=self.epoch
-            )
+            offer = offer_of(offers, peer.rank)
+            rest = read_offer_head(offer, self._layout, rank=peer.rank, epoch=self.epoch)
             keys[peer.rank] = _keys_of(rest, len(self._incoming), peer.rank)
         self._keys = keys
         self._waiting = Waiting(
@@ -185,16 +172,6 @@ class DeviceDispatcher:
             num_windows=len(self._incoming),
         )
         self._sequence.become_idle()
-
-    def pass_started_by_peer(self) -> list[tuple[str, int]]:
-        """As `TransferDispatcher.pass_started_by_peer`."""
-        if self._waiting is None or self._sequence.state is not State.IDLE:
-            return []
-        return self._waiting.first_messages()
-
-    def begin_pass(self) -> None:
-        """See `Dispatcher.begin_pass`."""
-        self._sequence.begin()
 
     def dispatch_send(
         self,
@@ -221,8 +198,7 @@ class DeviceDispatcher:
             InputInvalid, CapacityExceeded, CallOrder: Nothing was sent, the state is as before.
             PassFailed: A member was lost.
         """
-        check_layer(self._layout, layer)
-        stamp = self._sequence.dispatching(layer, microbatch)
+        stamp = self._dispatching(layer, microbatch)
         exchange = self._exchanges[microbatch]
         self._settle(stamp)
         sent = exchange.send(x, topk_ids, topk_weights, stamp)
@@ -300,19 +276,14 @@ class DeviceDispatcher:
         self._sequence.combined(sent.stamp)
         return out
 
-    def end_pass(self) -> None:
-        """See `Dispatcher.end_pass`."""
-        self._sequence.end()
-        self._counters.passes += 1
-
-    def statistics(self) -> DispatchStatistics:
-        """Return a snapshot of the counters; which experts were chosen is not counted here."""
-        return self._counters.snapshot()
-
     def close(self) -> None:
         """Withdraw everything that was offered and let go of the memory. Idempotent."""
         self._sequence.become_failed()
         self._drop()
+
+    def _first_messages(self) -> list[tuple[str, int]]:
+        assert self._waiting is not None
+        return self._waiting.first_messages()
 
     def _settle(self, stamp: Stamp) -> None:
         # The buffer is about to be packed again: the engine must have taken the last message.

@@ -10,13 +10,12 @@ from dispatch.exchange import Exchange
 from dispatch.expert_map import ExpertMap
 from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
 from dispatch.layout import DispatchLayout
-from dispatch.passes import Call, PassSequence
-from dispatch.statistics import Counters, DispatchStatistics
-from dispatch.validation import check_layer
+from dispatch.pass_calls import FixedGroup
+from dispatch.passes import Call
 from dispatch.weighted_sum import WeightedSum
 
 
-class LocalDispatcher(Dispatcher):
+class LocalDispatcher(FixedGroup, Dispatcher):
     """A `Dispatcher` for a rank that is alone. Not thread-safe.
 
     Args:
@@ -37,8 +36,7 @@ class LocalDispatcher(Dispatcher):
         rank: int = 0,
         missing_experts: MissingExperts = MissingExperts.WAIT,
     ) -> None:
-        self._layout = layout
-        self._counters = Counters(layout)
+        super().__init__(layout)
         self._exchange = Exchange(
             layout,
             expert_map
@@ -51,13 +49,6 @@ class LocalDispatcher(Dispatcher):
             counters=self._counters,
             weighted_sum=WeightedSum(layout),
         )
-        self._sequence = PassSequence(layout.microbatches)
-        self._sequence.become_prepared(0)
-        self._sequence.become_idle()
-
-    def begin_pass(self) -> None:
-        """See `Dispatcher.begin_pass`."""
-        self._sequence.begin()
 
     def dispatch_send(
         self,
@@ -70,8 +61,7 @@ class LocalDispatcher(Dispatcher):
         more: bool = False,
     ) -> Outgoing:
         """See `Dispatcher.dispatch_send`; never raises PassFailed."""
-        check_layer(self._layout, layer)
-        stamp = self._sequence.dispatching(layer, microbatch)
+        stamp = self._dispatching(layer, microbatch)
         outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp, more=more)
         self._sequence.expect(Call.DISPATCH_RECV, outgoing, stamp)
         return outgoing
@@ -101,12 +91,3 @@ class LocalDispatcher(Dispatcher):
         out = self._exchange.finish(returning, {})
         self._sequence.combined(stamp)
         return out
-
-    def end_pass(self) -> None:
-        """See `Dispatcher.end_pass`."""
-        self._sequence.end()
-        self._counters.passes += 1
-
-    def statistics(self) -> DispatchStatistics:
-        """See `Dispatcher.statistics`."""
-        return self._counters.snapshot()

@@ -65,9 +65,17 @@ class PassSequence:
         self.pass_id = -1
         self._due.clear()
 
+    def check_prepared(self) -> None:
+        """Accept an `install` now.
+
+        Raises:
+            CallOrder: Nothing is prepared.
+        """
+        self._require("install", State.PREPARED)
+
     def become_idle(self) -> None:
         """All offers are in hand."""
-        self._require("install", State.PREPARED)
+        self.check_prepared()
         self.state = State.IDLE
 
     def become_failed(self) -> None:

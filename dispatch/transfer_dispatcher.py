@@ -26,14 +26,12 @@ import torch
 from configs.schema import DispatchConfig, MissingExperts
 from dispatch.delivery import Delivery
 from dispatch.dispatcher import Dispatcher
-from dispatch.errors import CallOrder, InputInvalid, LayoutMismatch
 from dispatch.exchange import Exchange
 from dispatch.expert_map import ExpertMap
 from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
 from dispatch.layout import DispatchLayout
-from dispatch.passes import Call, PassSequence, State
-from dispatch.statistics import Counters, DispatchStatistics
-from dispatch.validation import check_layer
+from dispatch.pass_calls import ChangingGroup, offer_of
+from dispatch.passes import Call
 from dispatch.weighted_sum import WeightedSum
 from dispatch.windows import ReceiveWindow, SendWindow, Staging, expected_choices, window_sizes
 
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TransferDispatcher(Dispatcher):
+class TransferDispatcher(ChangingGroup, Dispatcher):
     """A `Dispatcher` for a group whose membership changes.
 
     Made once per process; `prepare` and `install` lead from epoch to epoch, in any state. After
@@ -58,22 +56,15 @@ class TransferDispatcher(Dispatcher):
     def __init__(
         self, engine: TransferEngine, config: DispatchConfig, *, layout: DispatchLayout
     ) -> None:
+        super().__init__(layout)
         self._engine = engine
         self._config = config
-        self._layout = layout
-        self._counters = Counters(layout)
         self._weighted_sum = WeightedSum(layout)
-        self._sequence = PassSequence(layout.microbatches)
         self._staging = Staging(engine, layout)
         self._exchange: Exchange | None = None
         self._delivery: Delivery | None = None
         self._windows: dict[int, ReceiveWindow] = {}  # rank -> my windows for it
         self._members: dict[int, str] = {}
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last `prepare`; 0 before the first."""
-        return self._sequence.epoch
 
     def prepare(
         self,
@@ -101,10 +92,7 @@ class TransferDispatcher(Dispatcher):
             InputInvalid: The epoch is not newer, the map does not fit the layout, or `rank` is no
                 member. The dispatcher is as before.
         """
-        if epoch <= self._sequence.epoch:
-            raise InputInvalid(
-                name="epoch", observed=str(epoch), expected=f"> {self._sequence.epoch}"
-            )
+        self._check_newer(epoch)
         exchange = Exchange(
             self._layout,
             expert_map,
@@ -114,8 +102,8 @@ class TransferDispatcher(Dispatcher):
             counters=self._counters,
             weighted_sum=self._weighted_sum,
         )
-        self._drop_windows()
         self._sequence.become_prepared(epoch)
+        self._drop_windows()
         self._exchange, self._members = exchange, dict(members)
         self._open_windows(exchange)
         return {other: window.offer(self._layout, epoch) for other, window in self._windows.items()}
@@ -153,17 +141,16 @@ class TransferDispatcher(Dispatcher):
             StaleEpoch: An offer is for another epoch.
             LayoutMismatch: An offer is missing, or a member was configured with other sizes.
         """
-        if self._exchange is None or self._sequence.state is not State.PREPARED:
-            raise CallOrder(call="install", state=self._sequence.state.value)
-        epoch = self._sequence.epoch
+        self._sequence.check_prepared()
+        exchange, epoch = self._exchange, self.epoch
+        assert exchange is not None
         targets: dict[int, SendWindow] = {}
         for other in self._windows:
-            if other not in offers:
-                raise LayoutMismatch(rank=other, name="number of offers", observed=0, expected=1)
-            targets[other] = SendWindow.read(offers[other], self._layout, rank=other, epoch=epoch)
+            offer = offer_of(offers, other)
+            targets[other] = SendWindow.read(offer, self._layout, rank=other, epoch=epoch)
         self._delivery = Delivery(
             self._engine,
-            self._exchange,
+            exchange,
             epoch=epoch,
             timeout_s=self._config.pass_timeout_s,
             peers={other: self._members[other] for other in self._windows},
@@ -174,20 +161,7 @@ class TransferDispatcher(Dispatcher):
             num_windows=2 * self._layout.microbatches,
         )
         self._sequence.become_idle()
-        logger.debug("epoch %d installed on rank %d", epoch, self._exchange.rank)
-
-    def pass_started_by_peer(self) -> list[tuple[str, int]]:
-        """Return what `TransferEngine.wait_any` has to watch to see a peer begin the next pass.
-
-        Empty when there are no peers or no pass may begin.
-        """
-        if self._delivery is None or self._sequence.state is not State.IDLE:
-            return []
-        return self._delivery.first_messages()
-
-    def begin_pass(self) -> None:
-        """See `Dispatcher.begin_pass`."""
-        self._sequence.begin()
+        logger.debug("epoch %d installed on rank %d", epoch, exchange.rank)
 
     def dispatch_send(
         self,
@@ -204,8 +178,7 @@ class TransferDispatcher(Dispatcher):
         Raises:
             transfer.Interrupted: The engine was interrupted; this pass is lost.
         """
-        check_layer(self._layout, layer)
-        stamp = self._sequence.dispatching(layer, microbatch)
+        stamp = self._dispatching(layer, microbatch)
         exchange, delivery = self._installed()
         outgoing = exchange.send(x, topk_ids, topk_weights, stamp, more=more)
         with self._sequence:
@@ -268,20 +241,14 @@ class TransferDispatcher(Dispatcher):
         self._sequence.combined(stamp)
         return out
 
-    def end_pass(self) -> None:
-        """See `Dispatcher.end_pass`."""
-        self._sequence.end()
-        self._counters.passes += 1
-
-    def statistics(self) -> DispatchStatistics:
-        """See `Dispatcher.statistics`."""
-        return self._counters.snapshot()
-
     def close(self) -> None:
         """Withdraw everything that was offered and let go of the memory. Idempotent."""
         self._sequence.become_failed()
         self._drop_windows()
         self._staging.close()
+
+    def _first_messages(self) -> list[tuple[str, int]]:
+        return self._installed()[1].first_messages()
 
     def _installed(self) -> tuple[Exchange, Delivery]:
         exchange, delivery = self._exchange, self._delivery
