@@ -25,6 +25,7 @@ from kvstore.client.source import chunked_source, plain_source
 from kvstore.client.staging import Staging
 from kvstore.client.steps import Steps, work
 from kvstore.client.tenant import Tenant
+from kvstore.client.writes_under_way import WritesUnderWay
 from kvstore.client.writing import Writing
 from kvstore.errors import InvalidKey, InvalidValue
 from kvstore.keys import KEY_BYTES
@@ -65,7 +66,9 @@ class ClientCore:
         self._timeout_s = timeout_s
         reader = BlockReader(engine, segments, self.staging)
         self.reading = Reading(self.record, self.master, reader)
-        self.writing = Writing(self.record, self.master, BlockWriter(engine, segments, local_node))
+        self.under_way = WritesUnderWay()
+        writer = BlockWriter(engine, segments, local_node)
+        self.writing = Writing(self.record, self.master, writer, self.under_way)
 
     def deadline(self, timeout_s: float | None) -> float:
         """When a call that starts now is late, on the monotonic clock."""

@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from msgspec.structs import replace
+
 from kvstore.errors import MasterUnavailable
 from kvstore.shards.everyone import plan_for_everyone
 from kvstore.shards.plan import Merged, Outcome, Plan
@@ -86,8 +88,8 @@ class MasterMap:
         """Send a request to whom it concerns, and return the reply.
 
         While a master is learning what nodes hold, a lookup that finds too little waits for it
-        within its deadline; and a put that finds no space, while the writers of another master may
-        still be busy.
+        within its deadline. A put that finds no space does not, so that it can be told apart from
+        those that an earlier master gave places to: it is told that this is `provisional`.
 
         Raises:
             MasterUnavailable: No answer in time; the request may or may not have been handled.
@@ -98,6 +100,8 @@ class MasterMap:
         while True:
             answer = self._answer(request, max(0.001, deadline_s - time.monotonic()))
             reply = expect(request, answer.reply, expected)
+            if isinstance(reply, m.Allocated) and (answer.settling or answer.rebuilding):
+                return replace(reply, provisional=True)
             if not _may_find_more(request, answer) or time.monotonic() + PAUSE_S >= deadline_s:
                 return reply
             self._give_back(request, reply)
@@ -243,7 +247,4 @@ def _may_find_more(request: m.Request, answer: Answer) -> bool:
     if isinstance(request, m.Lookup) and isinstance(reply, m.Located):
         complete = len(reply.node_idx) == len(request.keys) and -1 not in reply.node_idx
         return answer.rebuilding and not complete
-    if isinstance(reply, m.Allocated):
-        unsure = answer.settling or answer.rebuilding
-        return unsure and m.PutOutcome.NO_SPACE in reply.outcomes
     return isinstance(reply, m.Present) and answer.rebuilding and not all(reply.flags)

@@ -2,6 +2,7 @@
 
 put      Allocate ─▶ granted rows ─▶ one write per segment ─▶ Finish ─▶ outcomes
          NO_SPACE, and the caller waits: a pause, and again for those blocks alone
+         NO_SPACE of a master that has just started: so too, whatever the caller says
          written, but the master knows nothing of it (it is a new one): again for those alone
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvstore.client.block_writer import stored_blocks
@@ -22,9 +24,34 @@ if TYPE_CHECKING:
     from kvstore.client.client_record import ClientRecord
     from kvstore.client.master_access import MasterAccess
     from kvstore.client.source import Source
+    from kvstore.client.writes_under_way import WritesUnderWay
 
 PAUSE_S_MIN: Final = 0.005
 PAUSE_S_MAX: Final = 0.25
+SETTLING_S: Final = 0.05  # until a master that has just started is asked again
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What became of blocks, and of which of them when to try again.
+
+    Attributes:
+        outcomes: Of each.
+        retry_s: When there may be space, as the master says.
+        provisional: It has just started, and there may be space soon.
+        lost: Blocks that were written in vain.
+    """
+
+    outcomes: list[PutOutcome]
+    retry_s: float
+    provisional: bool
+    lost: set[int] = field(default_factory=set)
+
+    @property
+    def pause_s(self) -> float:
+        if self.provisional:
+            return SETTLING_S
+        return min(max(self.retry_s, PAUSE_S_MIN), PAUSE_S_MAX)
 
 
 class Writing:
@@ -34,12 +61,20 @@ class Writing:
         record: What the client remembers.
         master: Its requests.
         writer: Moves the bytes.
+        under_way: Knows what may still be written.
     """
 
-    def __init__(self, record: ClientRecord, master: MasterAccess, writer: BlockWriter) -> None:
+    def __init__(
+        self,
+        record: ClientRecord,
+        master: MasterAccess,
+        writer: BlockWriter,
+        under_way: WritesUnderWay,
+    ) -> None:
         self._record = record
         self._master = master
         self._writer = writer
+        self._under_way = under_way
 
     def put(self, source: Source, *, deadline_s: float) -> Steps[list[PutOutcome]]:
         """Store blocks, each whole or not at all.
@@ -48,20 +83,21 @@ class Writing:
             MasterUnavailable: It did not answer. What it granted is given back.
             Fenced, TenantRefused: Nothing was stored.
         """
-        outcomes, lost, retry_s = yield from self._put_once(source, deadline_s)
+        attempt = yield from self._put_once(source, deadline_s)
+        outcomes, lost = attempt.outcomes, attempt.lost
         while True:
             waiting = sorted(lost)
-            if source.options.wait_for_space:
+            if source.options.wait_for_space or attempt.provisional:
                 waiting += [i for i, o in enumerate(outcomes) if o is PutOutcome.NO_SPACE]
             left_s = deadline_s - time.monotonic()
             if not waiting or left_s <= PAUSE_S_MIN:
                 break
-            yield from pause(min(max(retry_s, PAUSE_S_MIN), PAUSE_S_MAX, left_s))
-            again, forgotten, retry_s = yield from self._put_once(source.of(waiting), deadline_s)
-            for block, outcome in zip(waiting, again, strict=True):
+            yield from pause(min(attempt.pause_s, left_s))
+            attempt = yield from self._put_once(source.of(waiting), deadline_s)
+            for block, outcome in zip(waiting, attempt.outcomes, strict=True):
                 ours = block in lost and outcome is PutOutcome.EXISTS  # it was known after all
                 outcomes[block] = PutOutcome.STORED if ours else outcome
-            lost = {waiting[i] for i in forgotten}
+            lost = {waiting[i] for i in attempt.lost}
         self._count(outcomes)
         return outcomes
 
@@ -85,10 +121,7 @@ class Writing:
         request = m.Remove(list(keys), self._record.name, group)
         return (yield from self._master.ask(request, m.Done, timeout_s=timeout_s)).count
 
-    def _put_once(
-        self, source: Source, deadline_s: float
-    ) -> Steps[tuple[list[PutOutcome], set[int], float]]:
-        """Return outcomes, blocks that were written in vain, and after how long to try again."""
+    def _put_once(self, source: Source, deadline_s: float) -> Steps[_Attempt]:
         batch = self._record.next_batch()
         try:
             return (yield from self._put_batch(batch, source, deadline_s))
@@ -97,9 +130,7 @@ class Writing:
             self._record.abandon(batch)
             raise
 
-    def _put_batch(
-        self, batch: int, source: Source, deadline_s: float
-    ) -> Steps[tuple[list[PutOutcome], set[int], float]]:
+    def _put_batch(self, batch: int, source: Source, deadline_s: float) -> Steps[_Attempt]:
         options = source.options
         abandoned = self._record.abandoned()
         request = m.Allocate(
@@ -119,23 +150,30 @@ class Writing:
             abandoned=abandoned,
         )
         left_s = max(0.001, deadline_s - time.monotonic())
-        granted = yield from self._master.ask(request, m.Allocated, timeout_s=left_s)
-        self._record.told_abandoned(abandoned)
-        outcomes, lost = list(granted.outcomes), set[int]()
-        if granted.nodes:
+        with self._under_way.begin() as write:
+            granted = yield from self._master.ask(request, m.Allocated, timeout_s=left_s)
+            self._record.told_abandoned(abandoned)
+            attempt = _Attempt(list(granted.outcomes), granted.retry_s, granted.provisional)
+            if not granted.nodes:
+                return attempt
+            write.granted([(n.node, n.segment) for n in granted.nodes], put_s=granted.put_s)
             # A master that knows no replicas grants one row per block.
             replicas = len(granted.node_idx) // source.num_blocks
             write_s = min(deadline_s, time.monotonic() + granted.put_s / 2)
             result = yield from self._writer.write(
                 source, granted, replicas=replicas, deadline_s=write_s
             )
-            self._record.shun(result.lost_nodes)
-            stored = yield from self._finish(batch, result, replicas)
-            for block, outcome in enumerate(outcomes):
-                if outcome is PutOutcome.GRANTED:
-                    outcomes[block] = PutOutcome.STORED if block in stored else PutOutcome.FAILED
-            lost = {row // replicas for row in result.written} - stored
-        return outcomes, lost, granted.retry_s
+            in_doubt = {granted.node_idx[row] for row in result.unsettled}
+            write.end((n.node, n.segment) for i, n in enumerate(granted.nodes) if i in in_doubt)
+        self._record.shun(result.lost_nodes)
+        stored = yield from self._finish(batch, result, replicas)
+        for block, outcome in enumerate(attempt.outcomes):
+            if outcome is PutOutcome.GRANTED:
+                attempt.outcomes[block] = (
+                    PutOutcome.STORED if block in stored else PutOutcome.FAILED
+                )
+        attempt.lost = {row // replicas for row in result.written} - stored
+        return attempt
 
     def _finish(self, batch: int, result: WriteResult, replicas: int) -> Steps[set[int]]:
         request = m.Finish(

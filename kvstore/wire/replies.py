@@ -68,6 +68,8 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
         offsets: [keys * replicas] in the segment; -1: not granted.
         put_s: How long the writer has.
         retry_s: After `NO_SPACE`: when space may come to be, as far as the master can tell.
+        provisional: The master has just started: `NO_SPACE` is not its last word. Filled in where
+            the reply arrives, from its envelope.
     """
 
     outcomes: list[PutOutcome]
@@ -76,6 +78,7 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
     offsets: list[int]
     put_s: float
     retry_s: float = 0.0
+    provisional: bool = False
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
