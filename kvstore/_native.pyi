@@ -10,6 +10,7 @@ def copy_summed(
     target_offsets: Ints,
     source_offsets: Ints,
     lengths: Ints,
+    stream_bytes: int,
     /,
 ) -> bytes: ...
 def sums(base: int, offsets: Ints, lengths: Ints, /) -> bytes: ...

@@ -28,8 +28,11 @@ else:
     compiled = _native
 
 COMPILED: Final = compiled is not None
-# From here on (in all pieces together) a copy does not pass through the caches: `native.c`.
-STREAM_BYTES_MIN: Final = 4 << 20
+# From how many bytes on, in all pieces together, a copy goes past the caches on its way into the
+# target. What is read will be used at once, so only what would not stay in a cache anyway. What is
+# stored need not be: a store that misses the caches first reads the line that it overwrites.
+READ_STREAM_BYTES_MIN: Final = 4 << 20
+WRITE_STREAM_BYTES_MIN: Final = 128 << 10
 
 
 def checksums_of(memory: Bytes, offsets: Ints, lengths: Ints) -> list[int]:
@@ -51,11 +54,15 @@ def checksums_of(memory: Bytes, offsets: Ints, lengths: Ints) -> list[int]:
 
 
 def copy_with_checksums(
-    target: Bytes, source: Bytes, target_offsets: Ints, source_offsets: Ints, lengths: Ints
+    target: Bytes,
+    source: Bytes,
+    target_offsets: Ints,
+    source_offsets: Ints,
+    lengths: Ints,
+    *,
+    stream_bytes: int = READ_STREAM_BYTES_MIN,
 ) -> list[int]:
     """Copy pieces, and return the xxh3_64 of each as it lies in the target.
-
-    Large pieces bypass the processor's caches on the way to the target.
 
     Args:
         target: [.] uint8, contiguous, not the memory of the source.
@@ -63,6 +70,8 @@ def copy_with_checksums(
         target_offsets: [N] int64; the caller has checked all bounds.
         source_offsets: [N] int64.
         lengths: [N] int64.
+        stream_bytes: From so many bytes in all on they go past the processor's caches;
+            `WRITE_STREAM_BYTES_MIN` where the target is not read at once.
     """
     if compiled is not None and len(lengths) and int(lengths.min()) > _native.SHORT_BYTES:
         sums = _native.copy_summed(
@@ -71,6 +80,7 @@ def copy_with_checksums(
             _plain(target_offsets),
             _plain(source_offsets),
             _plain(lengths),
+            stream_bytes,
         )
         return _integers(sums)
     rows = zip(target_offsets.tolist(), source_offsets.tolist(), lengths.tolist(), strict=True)

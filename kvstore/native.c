@@ -28,7 +28,6 @@
 #define BLOCK (STRIPE * STRIPES_PER_BLOCK)
 #define SHORT_BYTES 240          /* up to here xxh3 is another function, left to the caller */
 #define GIL_BYTES (16 << 10)     /* below this, releasing the lock costs more than the copy */
-#define STREAM_BYTES (4 << 20)   /* from here on the target would only push others out of caches */
 
 #define P32_1 0x9E3779B1U
 #define P32_2 0x85EBCA77U
@@ -80,18 +79,25 @@ static void scramble(uint64_t acc[8])
         acc[i] = (acc[i] ^ acc[i] >> 47 ^ word(key + 8 * i)) * P32_1;
 }
 
-/* Sum whole stripes, scramble after every 16th, and store them if `target` is not null. */
+/* What becomes of the bytes that are summed. */
+typedef enum {
+    SUM,     /* nothing */
+    STORE,   /* they go to the target through the caches */
+    STREAM,  /* past the caches; the target is aligned to a stripe */
+    SHIFTED, /* past the caches, though the target is not aligned */
+} Way;
+
+/* Sum whole stripes, scramble after every 16th, and store them. */
 typedef void (*Stripes)(uint64_t acc[8], unsigned char *target, const unsigned char *data,
-                        size_t count, bool streaming);
+                        size_t count, Way way);
 
 static void stripes_plain(uint64_t acc[8], unsigned char *target, const unsigned char *data,
-                          size_t count, bool streaming)
+                          size_t count, Way way)
 {
-    (void)streaming;
     for (size_t n = 0; n < count; n++) {
         size_t of_block = n % STRIPES_PER_BLOCK;
         const unsigned char *from = data + n * STRIPE;
-        if (target)
+        if (way != SUM)
             from = memcpy(target + n * STRIPE, from, STRIPE);
         add_stripe(acc, from, secret + 8 * of_block);
         if (of_block == STRIPES_PER_BLOCK - 1)
@@ -101,6 +107,7 @@ static void stripes_plain(uint64_t acc[8], unsigned char *target, const unsigned
 
 #if defined(__x86_64__)
 #define AHEAD 1024 /* bytes that are asked for before they are needed */
+#define INLINE static inline __attribute__((always_inline))
 
 __attribute__((target("avx2"))) static __m256i scramble_avx2(__m256i acc, const unsigned char *key)
 {
@@ -113,7 +120,7 @@ __attribute__((target("avx2"))) static __m256i scramble_avx2(__m256i acc, const 
 
 __attribute__((target("avx2"))) static void stripes_avx2(uint64_t acc[8], unsigned char *target,
                                                          const unsigned char *data, size_t count,
-                                                         bool streaming)
+                                                         Way way)
 {
     __m256i low = _mm256_loadu_si256((const __m256i *)acc);
     __m256i high = _mm256_loadu_si256((const __m256i *)(acc + 4));
@@ -129,10 +136,10 @@ __attribute__((target("avx2"))) static void stripes_avx2(uint64_t acc[8], unsign
         y = _mm256_mul_epu32(y, _mm256_srli_epi64(y, 32));
         low = _mm256_add_epi64(low, _mm256_add_epi64(x, _mm256_shuffle_epi32(a, 0x4E)));
         high = _mm256_add_epi64(high, _mm256_add_epi64(y, _mm256_shuffle_epi32(b, 0x4E)));
-        if (target && streaming) {
+        if (way == STREAM) {
             _mm256_stream_si256((__m256i *)(target + n * STRIPE), a);
             _mm256_stream_si256((__m256i *)(target + n * STRIPE + 32), b);
-        } else if (target) {
+        } else if (way != SUM) {
             _mm256_storeu_si256((__m256i *)(target + n * STRIPE), a);
             _mm256_storeu_si256((__m256i *)(target + n * STRIPE + 32), b);
         }
@@ -145,32 +152,95 @@ __attribute__((target("avx2"))) static void stripes_avx2(uint64_t acc[8], unsign
     _mm256_storeu_si256((__m256i *)(acc + 4), high);
 }
 
-__attribute__((target("avx512f"))) static void
-stripes_avx512(uint64_t acc[8], unsigned char *target, const unsigned char *data, size_t count,
-               bool streaming)
+#define AVX512 __attribute__((target("avx512f")))
+#define VBMI __attribute__((target("avx512f,avx512bw,avx512vbmi")))
+
+AVX512 INLINE __m512i summed_avx512(__m512i sum, __m512i a, size_t of_block)
+{
+    __m512i x = _mm512_xor_si512(a, _mm512_loadu_si512(secret + 8 * of_block));
+    x = _mm512_mul_epu32(x, _mm512_srli_epi64(x, 32));
+    return _mm512_add_epi64(sum, _mm512_add_epi64(x, _mm512_shuffle_epi32(a, 0x4E)));
+}
+
+AVX512 INLINE __m512i scrambled_avx512(__m512i sum)
 {
     const __m512i prime = _mm512_set1_epi32((int)P32_1);
-    const __m512i last_key = _mm512_loadu_si512(secret + SECRET_BYTES - STRIPE);
-    __m512i sum = _mm512_loadu_si512(acc);
+    sum = _mm512_xor_si512(sum, _mm512_srli_epi64(sum, 47));
+    sum = _mm512_xor_si512(sum, _mm512_loadu_si512(secret + SECRET_BYTES - STRIPE));
+    __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(sum, 32), prime);
+    return _mm512_add_epi64(_mm512_mul_epu32(sum, prime), _mm512_slli_epi64(high, 32));
+}
+
+AVX512 INLINE __m512i block_avx512(__m512i sum, unsigned char *target, const unsigned char *data,
+                                   size_t count, Way way)
+{
     for (size_t n = 0; n < count; n++) {
-        const unsigned char *from = data + n * STRIPE;
-        _mm_prefetch((const char *)from + AHEAD, _MM_HINT_T0);
-        __m512i a = _mm512_loadu_si512(from);
-        __m512i x = _mm512_loadu_si512(secret + 8 * (n % STRIPES_PER_BLOCK));
-        x = _mm512_xor_si512(a, x);
-        x = _mm512_mul_epu32(x, _mm512_srli_epi64(x, 32));
-        sum = _mm512_add_epi64(sum, _mm512_add_epi64(x, _mm512_shuffle_epi32(a, 0x4E)));
-        if (target && streaming)
+        _mm_prefetch((const char *)data + n * STRIPE + AHEAD, _MM_HINT_T0);
+        __m512i a = _mm512_loadu_si512(data + n * STRIPE);
+        sum = summed_avx512(sum, a, n);
+        if (way == STREAM)
             _mm512_stream_si512((__m512i *)(target + n * STRIPE), a);
-        else if (target)
+        else if (way == STORE)
             _mm512_storeu_si512(target + n * STRIPE, a);
-        if (n % STRIPES_PER_BLOCK == STRIPES_PER_BLOCK - 1) {
-            sum = _mm512_xor_si512(sum, _mm512_srli_epi64(sum, 47));
-            sum = _mm512_xor_si512(sum, last_key);
-            __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(sum, 32), prime);
-            sum = _mm512_add_epi64(_mm512_mul_epu32(sum, prime), _mm512_slli_epi64(high, 32));
-        }
     }
+    return sum;
+}
+
+AVX512 INLINE void run_avx512(uint64_t acc[8], unsigned char *target, const unsigned char *data,
+                              size_t count, Way way)
+{
+    __m512i sum = _mm512_loadu_si512(acc);
+    for (; count >= STRIPES_PER_BLOCK; count -= STRIPES_PER_BLOCK, data += BLOCK) {
+        sum = scrambled_avx512(block_avx512(sum, target, data, STRIPES_PER_BLOCK, way));
+        if (way != SUM)
+            target += BLOCK;
+    }
+    _mm512_storeu_si512(acc, block_avx512(sum, target, data, count, way));
+}
+
+AVX512 static void stripes_avx512(uint64_t acc[8], unsigned char *target,
+                                  const unsigned char *data, size_t count, Way way)
+{
+    if (way == SUM)
+        run_avx512(acc, target, data, count, SUM);
+    else if (way == STREAM)
+        run_avx512(acc, target, data, count, STREAM);
+    else
+        run_avx512(acc, target, data, count, STORE);
+}
+
+/* Line up what was loaded with the stripes of the target, in registers: loaded once all the same.
+ *
+ *   data      [     stripe 0     |     stripe 1     | ...
+ *   target    [ head |  aligned, streamed  |  aligned ... | tail ]                              */
+VBMI static void stripes_vbmi(uint64_t acc[8], unsigned char *target, const unsigned char *data,
+                              size_t count, Way way)
+{
+    if (way != SHIFTED || !count) {
+        stripes_avx512(acc, target, data, count, way == SHIFTED ? STORE : way);
+        return;
+    }
+    size_t head = -(uintptr_t)target & (STRIPE - 1);
+    unsigned char order[STRIPE];
+    for (size_t i = 0; i < STRIPE; i++)
+        order[i] = (unsigned char)(head + i);
+    const __m512i places = _mm512_loadu_si512(order);
+    __m512i sum = _mm512_loadu_si512(acc), last = _mm512_loadu_si512(data);
+    sum = summed_avx512(sum, last, 0);
+    _mm512_mask_storeu_epi8(target, ~0ULL >> (STRIPE - head), last);
+    target += head;
+    for (size_t n = 1; n < count; n++) {
+        size_t of_block = n % STRIPES_PER_BLOCK;
+        _mm_prefetch((const char *)data + n * STRIPE + AHEAD, _MM_HINT_T0);
+        __m512i a = _mm512_loadu_si512(data + n * STRIPE);
+        sum = summed_avx512(sum, a, of_block);
+        _mm512_stream_si512((__m512i *)target, _mm512_permutex2var_epi8(last, places, a));
+        target += STRIPE;
+        last = a;
+        if (of_block == STRIPES_PER_BLOCK - 1)
+            sum = scrambled_avx512(sum);
+    }
+    _mm512_mask_storeu_epi8(target, ~0ULL >> head, _mm512_permutex2var_epi8(last, places, last));
     _mm512_storeu_si512(acc, sum);
 }
 #endif
@@ -185,19 +255,25 @@ static uint64_t folded_product(uint64_t a, uint64_t b)
 
 /* Sum `nbytes` > SHORT_BYTES bytes and copy them, unless `target` is null.
  *
- * `large`: as part of so much that it should go past the caches. */
-static uint64_t pass(unsigned char *target, const unsigned char *data, size_t nbytes, bool large)
+ * `past_caches`: store them so, where that can be done. */
+static uint64_t pass(unsigned char *target, const unsigned char *data, size_t nbytes,
+                     bool past_caches)
 {
     uint64_t acc[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
     /* The last stripe is another one, and after it nothing is scrambled. */
     size_t count = (nbytes - 1) / STRIPE, done = count * STRIPE;
-    bool streaming = target && large && ((uintptr_t)target & (STRIPE - 1)) == 0;
-    stripes(acc, target, data, count, streaming);
+    bool aligned = ((uintptr_t)target & (STRIPE - 1)) == 0;
+    Way way = !target ? SUM : !past_caches ? STORE : aligned ? STREAM : SHIFTED;
+    stripes(acc, target, data, count, way);
+    /* Not read back from the target: what went past the caches would have to come from memory. */
+    unsigned char last[STRIPE];
+    memcpy(last, data + nbytes - STRIPE, STRIPE);
+    __asm__ volatile("" : "+m"(last)); /* what is summed is what is stored */
     if (target)
-        memcpy(target + done, data + done, nbytes - done);
-    add_stripe(acc, (target ? target : data) + nbytes - STRIPE, secret + SECRET_BYTES - STRIPE - 7);
+        memcpy(target + done, last + STRIPE - (nbytes - done), nbytes - done);
+    add_stripe(acc, last, secret + SECRET_BYTES - STRIPE - 7);
 #if defined(__x86_64__)
-    if (streaming)
+    if (way == STREAM || way == SHIFTED)
         _mm_sfence();
 #endif
     uint64_t sum = nbytes * P64_1;
@@ -241,7 +317,7 @@ static int take_address(PyObject *object, uintptr_t *address)
 }
 
 static PyObject *sums_of(uintptr_t target, uintptr_t source, const Ints *to, const Ints *from,
-                         const Ints *lengths)
+                         const Ints *lengths, int64_t stream_bytes)
 {
     int64_t nbytes = 0;
     for (Py_ssize_t i = 0; i < lengths->count; i++) {
@@ -260,15 +336,17 @@ static PyObject *sums_of(uintptr_t target, uintptr_t source, const Ints *to, con
     for (Py_ssize_t i = 0; i < lengths->count; i++)
         sums[i] = pass(to ? (unsigned char *)(target + (uintptr_t)to->values[i]) : NULL,
                        (const unsigned char *)(source + (uintptr_t)from->values[i]),
-                       (size_t)lengths->values[i], nbytes >= STREAM_BYTES);
+                       (size_t)lengths->values[i], nbytes >= stream_bytes);
     if (state)
         PyEval_RestoreThread(state);
     return result;
 }
 
 PyDoc_STRVAR(copy_summed_doc,
-             "copy_summed(target_base, source_base, target_offsets, source_offsets, lengths)\n--\n\n"
-             "Copy pieces that do not overlap; return the xxh3_64 of each, as native uint64.");
+             "copy_summed(target_base, source_base, target_offsets, source_offsets, lengths,"
+             " stream_bytes)\n--\n\n"
+             "Copy pieces that do not overlap; return the xxh3_64 of each, as native uint64.\n\n"
+             "From `stream_bytes` in all on they go past the caches.");
 
 static PyObject *copy_summed(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -276,10 +354,13 @@ static PyObject *copy_summed(PyObject *module, PyObject *const *args, Py_ssize_t
     uintptr_t target, source;
     Ints to, from, lengths;
     PyObject *result = NULL;
-    if (count != 5) {
-        PyErr_SetString(PyExc_TypeError, "copy_summed takes 5 arguments");
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "copy_summed takes 6 arguments");
         return NULL;
     }
+    long long stream_bytes = PyLong_AsLongLong(args[5]);
+    if (stream_bytes == -1 && PyErr_Occurred())
+        return NULL;
     if (take_address(args[0], &target) || take_address(args[1], &source) ||
         take_ints(args[2], &to))
         return NULL;
@@ -288,7 +369,7 @@ static PyObject *copy_summed(PyObject *module, PyObject *const *args, Py_ssize_t
             if (to.count != from.count || to.count != lengths.count)
                 PyErr_SetString(PyExc_ValueError, "offsets and lengths differ in number");
             else
-                result = sums_of(target, source, &to, &from, &lengths);
+                result = sums_of(target, source, &to, &from, &lengths, stream_bytes);
             PyBuffer_Release(&lengths.buffer);
         }
         PyBuffer_Release(&from.buffer);
@@ -316,7 +397,7 @@ static PyObject *sums(PyObject *module, PyObject *const *args, Py_ssize_t count)
         if (offsets.count != lengths.count)
             PyErr_SetString(PyExc_ValueError, "offsets and lengths differ in number");
         else
-            result = sums_of(0, base, NULL, &offsets, &lengths);
+            result = sums_of(0, base, NULL, &offsets, &lengths, INT64_MAX);
         PyBuffer_Release(&lengths.buffer);
     }
     PyBuffer_Release(&offsets.buffer);
@@ -342,6 +423,9 @@ PyMODINIT_FUNC PyInit__native(void)
         stripes = stripes_avx2;
     if (__builtin_cpu_supports("avx512f"))
         stripes = stripes_avx512;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vbmi"))
+        stripes = stripes_vbmi;
 #endif
     PyObject *module = PyModule_Create(&definition);
     if (module && PyModule_AddIntConstant(module, "SHORT_BYTES", SHORT_BYTES)) {

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.steps import Steps, reach, settle, work
-from kvstore.copying import STREAM_BYTES_MIN, copy_with_checksums
+from kvstore.copying import WRITE_STREAM_BYTES_MIN, copy_with_checksums
 from kvstore.errors import NodeUnreachable
 from kvstore.wire.messages import Allocated, HeldBlocks, NodeAddress
 from kvstore.wire.peer_messages import Written, encode_to_node
@@ -116,7 +116,7 @@ class BlockWriter:
             key = yield from reach(where, deadline_s)
         pieces, granted = source.pieces_of(blocks)
         targets = offsets[granted] + pieces.starts
-        if source.pieces.one_each and pieces.nbytes >= STREAM_BYTES_MIN:
+        if source.pieces.one_each and pieces.nbytes >= WRITE_STREAM_BYTES_MIN:
             mapped = self._engine.in_place(where.node, key)
             if mapped is not None:
                 found = copy_into(where.node, mapped, pieces, targets)
@@ -191,8 +191,9 @@ def copy_into(node: str, mapped: InPlace, pieces: Pieces, targets: Ints) -> list
     found = np.zeros(len(pieces), dtype=np.uint64)
     for region, rows in pieces.by_region(np.arange(len(pieces))):
         found[rows] = copy_with_checksums(
-            mapped.array, region.array, targets[rows], pieces.offsets[rows], pieces.lengths[rows]
-        )
+            mapped.array, region.array, targets[rows], pieces.offsets[rows], pieces.lengths[rows],
+            stream_bytes=WRITE_STREAM_BYTES_MIN,
+        )  # fmt: skip
     mapped.wrote_bytes(pieces.nbytes)
     checksums: list[int] = found.tolist()
     return checksums

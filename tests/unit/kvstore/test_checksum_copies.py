@@ -27,7 +27,8 @@ def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     return copying
 
 
-def test_copies_and_checksums_are_xxhash_s(module: ModuleType) -> None:
+@pytest.mark.parametrize("stream_bytes", [0, copying.WRITE_STREAM_BYTES_MIN, 1 << 40])
+def test_copies_and_checksums_are_xxhash_s(module: ModuleType, stream_bytes: int) -> None:
     seed = time.time_ns()
     rng = np.random.default_rng(seed)
     lengths = np.array(LENGTHS)
@@ -36,7 +37,9 @@ def test_copies_and_checksums_are_xxhash_s(module: ModuleType) -> None:
         source = rng.integers(0, 256, int(starts[-1] + part[-1]) + 9, dtype=np.uint8)
         places = np.cumsum(part + rng.integers(1, 70, len(part))) - part
         target = np.zeros(int(places[-1] + part[-1]) + 9, dtype=np.uint8)
-        found = module.copy_with_checksums(target, source, places, starts, part)
+        found = module.copy_with_checksums(
+            target, source, places, starts, part, stream_bytes=stream_bytes
+        )
         expected = np.zeros_like(target)
         for to, start, length in zip(places, starts, part, strict=True):
             expected[to : to + length] = source[start : start + length]
@@ -47,6 +50,21 @@ def test_copies_and_checksums_are_xxhash_s(module: ModuleType) -> None:
         ]
         assert found == sums, seed
         assert module.checksums_of(source, starts, part) == sums, seed
+
+
+def test_streamed_copies_stay_in_their_places_at_any_alignment(module: ModuleType) -> None:
+    seed = time.time_ns()
+    rng = np.random.default_rng(seed)
+    source = rng.integers(0, 256, 5000, dtype=np.uint8)
+    for place in range(64, 130):
+        start, length = int(rng.integers(0, 70)), int(rng.integers(241, 4900))
+        target = rng.integers(0, 256, 5200, dtype=np.uint8)
+        expected = target.copy()
+        expected[place : place + length] = source[start : start + length]
+        columns = [np.array([number]) for number in (place, start, length)]
+        (found,) = module.copy_with_checksums(target, source, *columns, stream_bytes=0)
+        assert np.array_equal(target, expected), (seed, place, start, length)
+        assert found == xxhash.xxh3_64_intdigest(source[start : start + length].data), seed
 
 
 def test_no_pieces_are_no_work(module: ModuleType) -> None:
@@ -74,7 +92,7 @@ def test_the_compiled_part_refuses_nonsense() -> None:
         with pytest.raises(ValueError, match="offsets and lengths"):
             native.sums(memory.ctypes.data, zero, bad)
         with pytest.raises(ValueError, match="offsets and lengths"):
-            native.copy_summed(memory.ctypes.data, memory.ctypes.data, zero, bad, one)
+            native.copy_summed(memory.ctypes.data, memory.ctypes.data, zero, bad, one, 0)
     for length in (-1, 0, native.SHORT_BYTES):
         with pytest.raises(ValueError, match="not more than"):
             native.sums(memory.ctypes.data, zero, np.array([length]))
@@ -85,6 +103,10 @@ def test_the_compiled_part_refuses_nonsense() -> None:
             native.copy_summed(*wrong)
     with pytest.raises(TypeError):
         native.sums("there", zero, one)
+    with pytest.raises(TypeError):
+        native.copy_summed(memory.ctypes.data, memory.ctypes.data, zero, zero, one, "many")
+    with pytest.raises(OverflowError):
+        native.copy_summed(memory.ctypes.data, memory.ctypes.data, zero, zero, one, 1 << 63)
 
 
 def test_it_can_be_turned_off() -> None:

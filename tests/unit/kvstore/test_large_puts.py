@@ -12,12 +12,12 @@ import pytest
 
 from kvstore import PutOutcome, RegionPiece, copying
 from kvstore.client import block_writer
-from kvstore.copying import STREAM_BYTES_MIN
+from kvstore.copying import WRITE_STREAM_BYTES_MIN
 from tests.support.store_pool import Pool
 from transfer import allocate
 
-NBYTES = STREAM_BYTES_MIN // 2
-SPACE = 4 * STREAM_BYTES_MIN
+NBYTES = WRITE_STREAM_BYTES_MIN // 2
+SPACE = 4 * WRITE_STREAM_BYTES_MIN
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def test_a_block_that_changes_while_it_is_put_is_not_stored(
     pieces = [RegionPiece(region, i * NBYTES, NBYTES) for i in range(2)]
     copy, fired = copying.copy_with_checksums, []
 
-    def disturbed(target: Any, source: Any, *columns: Any) -> list[int]:
+    def disturbed(target: Any, source: Any, *columns: Any, **how: Any) -> list[int]:
         source[NBYTES + 7] ^= 1
         fired.append(True)
-        return copy(target, source, *columns)
+        return copy(target, source, *columns, **how)
 
     assert pool.store.put("first use maps the memory", b"x" * 1000) is PutOutcome.STORED
     monkeypatch.setattr(block_writer, "copy_with_checksums", disturbed)
