@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.groups import NO_GROUP
 from kvstore.master.key_order import KeyOrder
-from kvstore.master.transition import Transition
+from kvstore.master.transition import NEVER, Transition
 from kvstore.wire import messages as m
 
 
@@ -26,8 +26,10 @@ class Inventory:
         """Return what carries out which type of request."""
         return {m.ListBlocks: self._list_blocks, m.ListSegments: self._list_segments}
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> float:
         """Nothing is ever due."""
+        del now
+        return NEVER
 
     def _list_blocks(self, request: m.ListBlocks, now: float) -> m.Reply:
         del now

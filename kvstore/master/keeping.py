@@ -30,9 +30,11 @@ class Keeping:
         """Return what carries out which type of request."""
         return {m.Remove: self._remove, m.SetPin: self._set_pin, m.ReportBad: self._report_bad}
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> float:
         """End the soft pins whose time has come."""
-        self._catalog.pins.end_soft(now)
+        pins = self._catalog.pins
+        pins.end_soft(now)
+        return pins.soft.first_end_s
 
     def _remove(self, request: m.Remove, now: float) -> m.Reply:
         del now

@@ -40,10 +40,12 @@ class Lending:
             m.Leave: self._leave,
         }
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> float:
         """Drop the nodes that have been silent for too long."""
-        for node in self._catalog.pool.silent_since(now - self._timing.silence_s):
+        pool = self._catalog.pool
+        for node in pool.silent_since(now - self._timing.silence_s):
             self._catalog.drop_node(node)
+        return pool.all_heard_s + self._timing.silence_s
 
     def _register(self, request: m.Register, now: float) -> m.Reply:
         pool = self._catalog.pool

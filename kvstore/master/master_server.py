@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
 
 logger = logging.getLogger(__name__)
+
+_WHAT_IS_HELD: Final = (m.Register, m.Hold)
 
 
 class MasterServer:
@@ -184,18 +186,20 @@ class MasterServer:
 
     def _stepped(self, request: m.Request, now: float) -> m.Reply:
         reply = self._master.step(request, now)
-        if isinstance(request, m.Register | m.Hold):
+        if isinstance(request, _WHAT_IS_HELD):
             where = request.node, request.segment
             self._telling.pop(where, None)
             if request.more:
                 self._telling[where] = now
-        if isinstance(request, m.Register) and not request.untouched:
-            self._settled_s = now + self._config.open_put_s
+            if isinstance(request, m.Register) and not request.untouched:
+                self._settled_s = now + self._config.open_put_s
         if self.events is not None:
             self._publish(self.events)
         return reply
 
     def _rebuilding(self, now: float) -> bool:
+        if not self._telling:
+            return now < self._rebuilt_s
         late_s = now - self._config.node_silence_s
         while self._telling and (oldest := next(iter(self._telling.items())))[1] <= late_s:
             del self._telling[oldest[0]]

@@ -8,7 +8,7 @@ from typing import Final
 from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.pool import MEDIA
 from kvstore.master.books.tenants import Tenant
-from kvstore.master.transition import Transition, not_entered
+from kvstore.master.transition import NEVER, Transition, not_entered
 from kvstore.wire import messages as m
 
 NOT_HERE: Final = -1
@@ -35,9 +35,12 @@ class Reading:
             m.Exists: self._exists,
         }
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> float:
         """End the leases whose time has come."""
-        self._catalog.end_leases(self._catalog.leases.expire(now))
+        leases = self._catalog.leases
+        self._catalog.end_leases(leases.expire(now))
+        next_end_s = leases.next_end_s()
+        return NEVER if next_end_s is None else next_end_s
 
     def _lookup(self, request: m.Lookup, now: float) -> m.Reply:
         catalog = self._catalog

@@ -19,6 +19,7 @@ Soft state: what is lost with a master comes back from the nodes when they regis
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
@@ -41,6 +42,8 @@ from kvstore.master.writing import Writing
 from kvstore.wire import messages as m
 
 FENCED_MAX: Final = 1 << 14  # fenced incarnations kept in mind
+DEAF_SHARE: Final = 1 / 2  # of the silence that ends a node: a pause in which it may have spoken
+ROUNDING_S: Final = 1e-6  # sums of durations are not exact
 ASLEEP_SHARE: Final = 1 / 3  # of a lease: a pause in which its client may have failed to renew it
 
 
@@ -77,7 +80,12 @@ class StoreMaster:
             tenants=tenants,
         )
         self._fenced: OrderedDict[str, None] = OrderedDict()
-        self._stepped_at: float | None = None
+        self._stepped_at = -math.inf
+        self._due_s = -math.inf  # nothing is due before, but for soft pins, which tell themselves
+        self._soft_pins = self._catalog.pins.soft
+        # What a request starts ends no sooner; nor does a shorter pause excuse anybody.
+        self._soonest_s = min(timing.lease_s, timing.silence_s, timing.put_s)
+        self._pause_s_max = min(timing.silence_s * DEAF_SHARE, timing.lease_s * ASLEEP_SHARE)
         self._catalog.last_copy_id = last_copy_id
         self._planning = Planning(self._catalog, policies or PolicyConfig())
         self._parts: list[MasterPart] = [
@@ -103,10 +111,15 @@ class StoreMaster:
             request: What is asked; a request that is not legal changes nothing.
             now: Seconds on any clock that does not go backwards.
         """
-        self._advance(now)
-        sender = getattr(request, "client", None) or getattr(request, "node", None)
-        if sender in self._fenced and not isinstance(request, m.Drain):
-            return m.Refused(m.RefusalReason.FENCED, f"incarnation {sender} is fenced")
+        pause_s = now - self._stepped_at
+        assert pause_s >= 0, (now, self._stepped_at)
+        self._stepped_at = now
+        if pause_s > self._pause_s_max or now >= self._due_s or now >= self._soft_pins.first_end_s:
+            self._advance(now, pause_s)
+        if self._fenced and not isinstance(request, m.Drain):
+            sender = getattr(request, "client", None) or getattr(request, "node", None)
+            if sender in self._fenced:
+                return m.Refused(m.RefusalReason.FENCED, f"incarnation {sender} is fenced")
         transition = self._transitions.get(type(request))
         if transition is None:
             return malformed(f"{type(request).__name__} is not known here")
@@ -130,17 +143,15 @@ class StoreMaster:
         check_invariants(self._catalog)
         self._planning.check_invariants()
 
-    def _advance(self, now: float) -> None:
-        assert self._stepped_at is None or now >= self._stepped_at, (now, self._stepped_at)
-        previous, self._stepped_at = self._stepped_at, now
-        if previous is not None:
-            self._excuse(now - previous, now)
-        for part in self._parts:
-            part.advance(now)
+    def _advance(self, now: float, pause_s: float) -> None:
+        if pause_s < math.inf:
+            self._excuse(pause_s, now)
+        next_s = min(part.advance(now) for part in self._parts)
+        self._due_s = min(next_s, now + self._soonest_s) - ROUNDING_S
 
     def _excuse(self, pause_s: float, now: float) -> None:
         """Nobody could be heard while we did not run (or nothing was said at all)."""
-        if pause_s > self._timing.silence_s / 2:
+        if pause_s > self._timing.silence_s * DEAF_SHARE:
             self._catalog.pool.pardon(now)
         if pause_s > self._timing.lease_s * ASLEEP_SHARE:
             self._catalog.leases.excuse(pause_s)

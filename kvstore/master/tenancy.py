@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvstore.master.books.catalog import Catalog
-from kvstore.master.transition import Transition
+from kvstore.master.transition import NEVER, Transition
 from kvstore.wire import messages as m
 
 
@@ -27,8 +27,10 @@ class Tenancy:
             m.SetQuota: self._set_quota,
         }
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> float:
         """Nothing is ever due."""
+        del now
+        return NEVER
 
     def _enter(self, request: m.Enter, now: float) -> m.Reply:
         del now

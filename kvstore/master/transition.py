@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -9,6 +10,7 @@ from kvstore.wire import messages as m
 
 Transition = Callable[[Any, float], m.Reply]  # (request, now)
 UNSIGNED_END: Final = 1 << 64
+NEVER: Final = math.inf
 
 
 class MasterPart(Protocol):
@@ -17,8 +19,12 @@ class MasterPart(Protocol):
     def transitions(self) -> Mapping[type, Transition]:
         """Return what carries out which type of request."""
 
-    def advance(self, now: float) -> None:
-        """Do what is due, before any request is looked at. O(1) amortised."""
+    def advance(self, now: float) -> float:
+        """Do what is due, before any request is looked at. O(1) amortised.
+
+        Returns:
+            When something is due again, as far as is known now; never too late, `NEVER` if nothing.
+        """
 
 
 def malformed(problem: str) -> m.Refused:

@@ -44,11 +44,13 @@ class Writing:
         """Return what carries out which type of request."""
         return {m.Allocate: self._allocate, m.Finish: self._finish}
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> float:
         """Quarantine what is written too slowly."""
         catalog = self._catalog
-        for batch in catalog.puts.opened_before(catalog.leases.awake(now) - self._timing.put_s):
+        asleep_s = now - catalog.leases.awake(now)
+        for batch in catalog.puts.opened_before(now - asleep_s - self._timing.put_s):
             catalog.end_batch(batch, at_rest=False)
+        return catalog.puts.oldest_s + asleep_s + self._timing.put_s
 
     # -- space --------------------------------------------------------------------------------
 

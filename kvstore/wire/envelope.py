@@ -9,12 +9,15 @@ Masters at fixed addresses have no successors elsewhere, and the term 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
 from typing import Final
+
+import msgspec
 
 from kvstore.wire import messages as m
 
-HEADER_BYTES: Final = 9
+_HEADER: Final = struct.Struct(">QB")
+HEADER_BYTES: Final = _HEADER.size
 _REBUILDING: Final = 1
 _SETTLING: Final = 2
 
@@ -23,8 +26,7 @@ class EnvelopeMalformed(ValueError):
     """A reply without an envelope."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What a master says.
 
     Attributes:
@@ -45,7 +47,7 @@ class Answer:
 def seal(answer: Answer) -> bytes:
     """Return the bytes of an answer."""
     flags = _REBUILDING * answer.rebuilding | _SETTLING * answer.settling
-    return answer.term.to_bytes(8, "big") + bytes((flags,)) + m.encode(answer.reply)
+    return _HEADER.pack(answer.term, flags) + m.encode(answer.reply)
 
 
 def unseal(payload: bytes) -> Answer:
@@ -57,9 +59,13 @@ def unseal(payload: bytes) -> Answer:
     """
     if len(payload) < HEADER_BYTES:
         raise EnvelopeMalformed(f"a reply of {len(payload)} bytes")
+    term, flags = _HEADER.unpack_from(payload)
+    reply = m.decode_reply(payload[HEADER_BYTES:])
+    if not flags:
+        return Answer(reply=reply, term=term)
     return Answer(
-        reply=m.decode_reply(payload[HEADER_BYTES:]),
-        term=int.from_bytes(payload[:8], "big"),
-        rebuilding=bool(payload[8] & _REBUILDING),
-        settling=bool(payload[8] & _SETTLING),
+        reply=reply,
+        term=term,
+        rebuilding=bool(flags & _REBUILDING),
+        settling=bool(flags & _SETTLING),
     )

@@ -10,6 +10,7 @@ These are the books only; the catalog changes the states of the copies along wit
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -114,6 +115,11 @@ class OpenPuts:
     def of_client(self, client: str) -> list[PutBatch]:
         """Batches of one client."""
         return list(self._clients.get(client, {}).values())
+
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest open batch was opened, in awake time; infinite if none is open."""
+        return next(iter(self._open.values())).opened_s if self._open else math.inf
 
     def opened_before(self, deadline_s: float) -> list[PutBatch]:
         """Batches older than this, taken out of the order of opening: close all of them."""

@@ -58,7 +58,7 @@ class SegmentPool:
         self._nodes: dict[str, Node] = {}
         self._segments: dict[int, Segment] = {}  # by `Segment.index`
         self._last_index = -1
-        self._all_heard_s = -math.inf  # nobody's silence began before this
+        self.all_heard_s = -math.inf  # nobody's silence began before this
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments.values())
@@ -114,7 +114,7 @@ class SegmentPool:
         assert segment.where.segment not in node.segments, segment.where
         node.segments[segment.where.segment] = segment
         self._segments[segment.index] = segment
-        self._all_heard_s = min(self._all_heard_s, node.heard_s)
+        self.all_heard_s = min(self.all_heard_s, node.heard_s)
 
     def remove(self, name: str) -> list[Segment]:
         """Take a node out, if it is in; return what were its segments."""
@@ -127,11 +127,11 @@ class SegmentPool:
 
     def silent_since(self, deadline_s: float) -> list[str]:
         """Nodes not heard of after this time. Looks at all only when one may be among them."""
-        if self._all_heard_s > deadline_s:
+        if self.all_heard_s > deadline_s:
             return []
         silent = [node.name for node in self.nodes if node.heard_s <= deadline_s]
         spoken = [node.heard_s for node in self.nodes if node.heard_s > deadline_s]
-        self._all_heard_s = min(spoken, default=math.inf)
+        self.all_heard_s = min(spoken, default=math.inf)
         return silent
 
     def pardon(self, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from heapq import heappop, heappush
 
 
@@ -10,12 +11,16 @@ class SoftPins:
 
     Args:
         duration_s: How long a pin lasts if nobody says.
+
+    Attributes:
+        first_end_s: No pin ends before this.
     """
 
     def __init__(self, duration_s: float) -> None:
         self._duration_s = duration_s
         self._ends: dict[bytes, float] = {}
         self._heap: list[tuple[float, bytes]] = []  # one entry per `set`; old ones are skipped
+        self.first_end_s = math.inf
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -37,6 +42,7 @@ class SoftPins:
             end = max(end, self._ends.get(key, end))
         self._ends[key] = end
         heappush(self._heap, (end, key))
+        self.first_end_s = min(self.first_end_s, end)
         if len(self._heap) > 2 * len(self._ends) + 64:  # mostly old entries
             self._heap = sorted((end, key) for key, end in self._ends.items())
 
@@ -52,4 +58,5 @@ class SoftPins:
             if self._ends.get(key) == end:
                 del self._ends[key]
                 ended.append(key)
+        self.first_end_s = self._heap[0][0] if self._heap else math.inf
         return ended

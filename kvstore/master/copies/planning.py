@@ -72,17 +72,18 @@ class Planning:
             m.Rebalance: self._rebalancing.rebalance,
         }
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> float:
         """Order what the pool needs, some of it at a time."""
         self._now = now
         if now < self._tick_s:
-            return
+            return self._tick_s
         self._tick_s = now + TICK_S
         self._copying.expire(now)
         self._draining.advance(now)
         self._replication.advance()
         self._tiering.advance(now)
         self._rebalancing.advance(now)
+        return self._tick_s
 
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless the books of copies are right."""
