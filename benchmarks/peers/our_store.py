@@ -38,6 +38,7 @@ class OurClient:
         self.buffer: Any = self._region.array
         self._live: list[list[bytes]] = []
         self._names: list[bytes] = []
+        self._prefix, self._count = secrets.token_bytes(8), 0
 
     def begin(self) -> None:
         for first in range(0, len(self._names), 16384):
@@ -45,7 +46,9 @@ class OurClient:
         self._names.clear()
 
     def put(self, size: int, blocks: int) -> None:
-        names = [secrets.token_bytes(16) for _ in range(blocks)]
+        numbers = range(self._count, self._count + blocks)
+        self._count += blocks
+        names = [self._prefix + number.to_bytes(8) for number in numbers]
         if blocks == 1:
             outcomes = {self._store.put(names[0], RegionPiece(self._region, 0, size))}
         else:

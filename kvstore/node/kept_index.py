@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.node.index_log import IndexLog
-from kvstore.node.indexed_block import IndexedBlock
+from kvstore.node.indexed_block import IndexedBlock, blocks_of
 from kvstore.node.node_index import NodeIndex
+from kvstore.wire.messages import HeldBlocks
 from transfer import StorageFailed
 
 logger = logging.getLogger(__name__)
@@ -58,15 +58,22 @@ class KeptIndex:
         self._replace_above = SPARE_BYTES
         self._closed = False
 
-    def record(self, blocks: Iterable[IndexedBlock]) -> int:
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a log, which `flush` brings up to date."""
+        return self._log is not None
+
+    def record(self, held: HeldBlocks) -> int:
         """Enter what a writer says; return how many were possible."""
+        if self._log is None:
+            with self._lock:
+                return self._index.record_all(held)
         entered = 0
         with self._lock:
-            for block in blocks:
+            for block in blocks_of(held):
                 if self._index.record(block):
                     entered += 1
-                    if self._log is not None:
-                        self._note(self._log.put_record(block))
+                    self._note(self._log.put_record(block))
             full = self._pending_bytes > PENDING_BYTES_MAX
         if full:
             self.flush()

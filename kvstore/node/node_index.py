@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from kvstore.node.indexed_block import IndexedBlock
+from kvstore.node.block_columns import BlockColumns, Row, block_of
+from kvstore.node.indexed_block import IndexedBlock, blocks_of
+from kvstore.wire.messages import HeldBlocks
 
 
 class NodeIndex:
@@ -20,6 +22,9 @@ class NodeIndex:
     checksum. Blocks that were evicted but not yet overwritten thus come back, which is right: a
     key names bytes, and these are the bytes.
 
+    What is told in columns is kept as rows; a block is made of one when somebody asks for it, which
+    few are, and stays the same object from then on.
+
     Args:
         nbytes: Size of the segment; blocks outside of it are ignored.
     """
@@ -27,7 +32,8 @@ class NodeIndex:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._offsets: list[int] = []  # ascending
-        self._blocks: dict[int, IndexedBlock] = {}  # by offset
+        self._blocks: dict[int, IndexedBlock | Row] = {}  # by offset
+        self._ends: dict[int, int] = {}
         self._held_bytes = 0
 
     def __len__(self) -> int:
@@ -35,7 +41,7 @@ class NodeIndex:
 
     def __iter__(self) -> Iterator[IndexedBlock]:
         """By offset."""
-        return (self._blocks[offset] for offset in self._offsets)
+        return (self._made(offset) for offset in self._offsets)
 
     @property
     def held_bytes(self) -> int:
@@ -44,31 +50,45 @@ class NodeIndex:
 
     def at(self, offset: int) -> IndexedBlock | None:
         """Return the block that starts there."""
-        return self._blocks.get(offset)
+        return self._made(offset) if offset in self._blocks else None
+
+    def record_all(self, held: HeldBlocks) -> int:
+        """Enter what a writer says of many; return how many were possible."""
+        columns = BlockColumns.of(held, self._nbytes)
+        if columns is None:
+            return sum(map(self.record, blocks_of(held)))
+        known = list(map(self._ends.get, columns.offsets))
+        if known != columns.ends:  # else each takes the very place of another: nothing moves
+            fresh = [
+                position
+                for position, (was, end) in enumerate(zip(known, columns.ends, strict=True))
+                if was != end
+            ]
+            for first, last in columns.runs(fresh):
+                self._make_room(columns.offsets[first:last], columns.ends[first:last])
+        self._blocks.update(zip(columns.offsets, columns.rows, strict=True))
+        return len(columns.rows)
 
     def record(self, block: IndexedBlock) -> bool:
         """Enter what a writer says; False if it is impossible."""
         if not block.fits(self._nbytes):
             return False
-        same = self._blocks.get(block.offset)
-        if same is not None and same.end == block.end:  # usual where blocks are of one size
-            self._held_bytes += block.nbytes - same.nbytes
-            self._blocks[block.offset] = block
-            return True
-        self.forget_range(block.offset, block.end)
-        self._offsets.insert(bisect_left(self._offsets, block.offset), block.offset)
+        if self._ends.get(block.offset) != block.end:
+            self._make_room([block.offset], [block.end])
         self._blocks[block.offset] = block
-        self._held_bytes += block.nbytes
         return True
 
     def forget_range(self, low: int, high: int) -> int:
         """Forget all blocks with a byte in `[low, high)`; return how many."""
+        if low >= high:
+            return 0
         first = bisect_left(self._offsets, low)
-        if first and self._blocks[self._offsets[first - 1]].end > low:
+        if first and self._ends[self._offsets[first - 1]] > low:
             first -= 1
         last = bisect_left(self._offsets, high, lo=first)
         for offset in self._offsets[first:last]:
-            self._held_bytes -= self._blocks.pop(offset).nbytes
+            del self._blocks[offset]
+            self._held_bytes -= self._ends.pop(offset) - offset
         del self._offsets[first:last]
         return last - first
 
@@ -82,4 +102,18 @@ class NodeIndex:
     def after(self, offset: int, limit: int) -> list[IndexedBlock]:
         """Return up to `limit` blocks that start at `offset` or behind it."""
         first = bisect_left(self._offsets, offset)
-        return [self._blocks[at] for at in self._offsets[first : first + limit]]
+        return [self._made(at) for at in self._offsets[first : first + limit]]
+
+    def _made(self, offset: int) -> IndexedBlock:
+        found = self._blocks[offset]
+        if isinstance(found, tuple):
+            found = self._blocks[offset] = block_of(found)
+        return found
+
+    def _make_room(self, offsets: list[int], ends: list[int]) -> None:
+        """Forget what lies where blocks without a byte between them come; enter their places."""
+        self.forget_range(offsets[0], ends[-1])
+        at = bisect_left(self._offsets, offsets[0])
+        self._offsets[at:at] = offsets
+        self._ends.update(zip(offsets, ends, strict=True))
+        self._held_bytes += ends[-1] - offsets[0]

@@ -13,7 +13,7 @@ from kvstore.errors import StoreClosed
 from kvstore.node.block_check import BlockCheck
 from kvstore.node.cxl_segment import CxlSegment
 from kvstore.node.dram_segment import DramSegment
-from kvstore.node.indexed_block import IndexedBlock, blocks_of, columns_of
+from kvstore.node.indexed_block import IndexedBlock, columns_of
 from kvstore.node.kept_index import IndexFigures, KeptIndex
 from kvstore.node.segment_memory import SegmentMemory
 from kvstore.node.ssd_segment import MakeSlab, SsdSegment
@@ -120,7 +120,7 @@ class Segment:
 
     def record(self, held: HeldBlocks) -> int:
         """Remember what a writer says; return how many blocks were possible."""
-        return self.index.record(blocks_of(held))
+        return self.index.record(held)
 
     def held(self) -> HeldBlocks:
         """Return what lies here, verified up to a number of bytes; what is wrong is forgotten.

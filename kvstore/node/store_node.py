@@ -199,8 +199,10 @@ class StoreNode:
         self._engine.notify(peer, encode(offer))
 
     def _record(self, note: Written) -> None:
-        self._segment(note.segment).record(note.held)
-        self._keeper.wake()
+        segment = self._segment(note.segment)
+        segment.record(note.held)
+        if segment.index.is_kept:
+            self._keeper.wake()
 
     def _report(self, segment: int, blocks: Sequence[IndexedBlock]) -> int:
         """Tell the masters of blocks that are no more; return how many they believed in."""

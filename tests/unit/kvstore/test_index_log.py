@@ -13,6 +13,7 @@ import pytest
 from kvstore.errors import SegmentUnusable
 from kvstore.node import index_log
 from kvstore.node.index_log import HEADER_BYTES, IndexLog
+from kvstore.node.indexed_block import columns_of
 from kvstore.node.kept_index import KeptIndex
 from kvstore.node.node_index import NodeIndex
 from tests.unit.kvstore.test_node_index import SIZE, facts, random_block
@@ -36,7 +37,7 @@ def fresh(path):
 def churn(index: KeptIndex, rng: random.Random, steps: int) -> None:
     for _ in range(steps):
         if rng.random() < 0.8:
-            index.record([random_block(rng)])
+            index.record(columns_of([random_block(rng)]))
         else:
             low = rng.randrange(SIZE)
             index.forget_range(low, low + rng.randrange(1, 200))
@@ -196,13 +197,13 @@ def test_a_disk_that_takes_no_more_records(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(os, "pwrite", full)
-    kept.record([random_block(rng)])
+    kept.record(columns_of([random_block(rng)]))
     kept.flush()
     assert calls
     assert kept.figures().log_suspended
     assert path.stat().st_size == HEADER_BYTES
     kept.forget_range(0, SIZE // 2)
-    kept.record([random_block(rng)])
+    kept.record(columns_of([random_block(rng)]))
     kept.flush(retry=True)
     assert kept.figures().log_suspended
     assert path.stat().st_size == HEADER_BYTES

@@ -71,6 +71,64 @@ def test_only_what_was_written_last_is_left():
         assert index.after(start, 3) == [b for b in expected if b.offset >= start][:3], seed
 
 
+def random_columns(rng: random.Random) -> list[IndexedBlock]:
+    """Blocks behind one another, of one size or many; now and then in disorder, or overlapping."""
+    size, at = rng.choice([0, 64, 96]), rng.randrange(0, SIZE)
+    blocks: list[IndexedBlock] = []
+    for _ in range(rng.randrange(1, 30)):
+        block = random_block(rng)
+        if size:
+            block.length, block.chunk_bytes = size, 0
+            at = at // size * size if rng.random() < 0.9 else at
+        block.offset = at
+        at = block.end + rng.choice([0, 0, 0, rng.randrange(100)])
+        if rng.random() < 0.02:
+            at = rng.randrange(SIZE)
+        blocks.append(block)
+    if rng.random() < 0.2:
+        rng.shuffle(blocks)
+    return blocks
+
+
+def test_many_at_once_are_as_one_after_the_other():
+    seed = secrets.randbits(32)
+    rng = random.Random(seed)
+    index, alone = NodeIndex(SIZE), NodeIndex(SIZE)
+    entered = 0
+    for turn in range(400):
+        blocks = random_columns(rng)
+        held = columns_of(blocks)
+        if rng.random() < 0.05:
+            spoiled = rng.choice(("offsets", "lengths", "checksums"))
+            getattr(held, spoiled)[rng.randrange(len(blocks))] = rng.choice([-1, 1 << 63])
+        expected = [alone.record(block) for block in blocks_of(held)]
+        assert index.record_all(held) == sum(expected), seed
+        entered += sum(expected)
+        if rng.random() < 0.3:
+            low = rng.randrange(SIZE)
+            high = low + rng.randrange(300)
+            assert index.forget_range(low, high) == alone.forget_range(low, high), seed
+        assert index.held_bytes == alone.held_bytes, (seed, turn)
+        assert len(index) == len(alone), (seed, turn)
+        if rng.random() < 0.3:
+            assert list(map(facts, index)) == list(map(facts, alone)), (seed, turn)
+    assert entered > 1000, seed
+    for mine, theirs in list(zip(index, alone, strict=True)):
+        assert index.at(mine.offset) is mine  # once made, it stays the same
+        assert index.forget(mine)
+        assert alone.forget(theirs)
+    assert index.held_bytes == alone.held_bytes == 0
+
+
+def test_short_columns_are_read_as_far_as_they_go():
+    index = NodeIndex(SIZE)
+    keys = [secrets.token_bytes(16) for _ in range(3)]
+    assert index.record_all(HeldBlocks(keys, [0, 64, 128], [5, 5, 5], [7, 8])) == 2
+    assert index.record_all(HeldBlocks(keys, [0, 64, 128], [5, 5, 5], [7, 8, 9], [True])) == 3
+    assert [(b.key, b.pinned) for b in index] == [(key, False) for key in keys]
+    assert index.record_all(HeldBlocks()) == 0
+
+
 def test_columns_say_all_and_empty_ones_mean_the_default():
     seed = secrets.randbits(32)
     rng = random.Random(seed)
