@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from elastic.agent import LocalAgent as LocalAgent
     from elastic.agent import WorkerGroup as WorkerGroup
     from elastic.coordinator import Coordinator as Coordinator
-    from elastic.coordinator import GroupMember as GroupMember
+    from elastic.effects import GroupMember as GroupMember
     from elastic.errors import ElasticError as ElasticError
     from elastic.errors import Evicted as Evicted
     from elastic.errors import ExpertsUnavailable as ExpertsUnavailable
@@ -46,7 +46,7 @@ _HOME = {
     "ExpertServer": "peer_experts",
     "ExpertSource": "expert_source",
     "ExpertsUnavailable": "errors",
-    "GroupMember": "coordinator",
+    "GroupMember": "effects",
     "JoinTimeout": "errors",
     "LocalAgent": "agent",
     "Member": "view",

@@ -40,6 +40,7 @@ PR_SET_PDEATHSIG = 1
 QUICK_DEATH_S = 5.0
 BACKOFF_DOUBLINGS_MAX = 6
 POLL_INTERVAL_S = 0.5
+KILL_TIMEOUT_S = 10.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 # Loaded here: between fork and exec of a process with threads as little as possible may happen.
@@ -318,12 +319,14 @@ class LocalAgent:
             logger.debug("worker %d has ended already", slot.local_rank)
 
     def _kill_all(self) -> None:
-        for slot in self._slots:
-            if slot.handler is not None:
-                logger.warning("worker %d did not end in time: killed", slot.local_rank)
-                self._signal(slot, signal.SIGKILL)
-                slot.handler.proc.wait(timeout=10.0)
-                self._on_end(slot)
+        running = [slot for slot in self._slots if slot.handler is not None]
+        for slot in running:  # all of them before the first is waited for
+            logger.warning("worker %d did not end in time: killed", slot.local_rank)
+            self._signal(slot, signal.SIGKILL)
+        for slot in running:
+            assert slot.handler is not None
+            slot.handler.proc.wait(timeout=KILL_TIMEOUT_S)
+            self._on_end(slot)
 
     def _release(self, slot: _Slot) -> None:
         handler, slot.handler = slot.handler, None

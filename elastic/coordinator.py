@@ -13,36 +13,30 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from configs.schema import ElasticConfig
-from elastic.errors import AgreementTimeout, Evicted, NoSurvivors, Stopped, StoreUnavailable
+from elastic.effects import Effects, GroupMember
+from elastic.errors import (
+    AgreementTimeout,
+    Evicted,
+    NoSurvivors,
+    RecordInvalid,
+    Stopped,
+    StoreUnavailable,
+)
 from elastic.evidence import Evidence, EvidenceKind, Watch
 from elastic.inbox import Inbox
 from elastic.joining import GroupShape, Joining
 from elastic.links import Links
-from elastic.membership import Membership, Phase
+from elastic.membership import Membership
+from elastic.phase import Phase
 from elastic.protocol import (
-    Adopt,
-    Depart,
     Event,
-    Fence,
-    Install,
-    Instruction,
     LeaveAsked,
-    Load,
-    Loaded,
     OwnStall,
     PassDropped,
-    Prepare,
-    Prepared,
-    ProposalAnswered,
-    Propose,
-    ReadRecord,
-    RecordRead,
-    Send,
     Suspected,
     Tick,
     Timing,
@@ -55,22 +49,6 @@ logger = logging.getLogger(__name__)
 
 PAUSE_MAX_S = 1.0
 LEAVE_POLL_S = 0.05
-
-
-class GroupMember(Protocol):
-    """What the worker does when views change. Called on the rank loop's thread only."""
-
-    def committed(self, view: View) -> None:
-        """A view was committed; may come before `prepare`, and more than once before an install."""
-
-    def prepare(self, view: View) -> Mapping[int, bytes]:
-        """Stop using old windows; return a receive-window offer for each other member's rank."""
-
-    def load(self, view: View) -> None:
-        """Make this rank's experts resident. Also called by `join` for views not committed yet."""
-
-    def install(self, view: View, offers: Mapping[int, bytes]) -> None:
-        """All members are ready; passes of this epoch may start with these windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +109,14 @@ class Coordinator:
         )
         self._inbox = Inbox(engine, clock)
         self._links = Links(engine, identity)
-        self._installed: View | None = None
-        self._committed_at = 0.0
+        self._effects = Effects(
+            identity.incarnation,
+            store=store,
+            links=self._links,
+            inbox=self._inbox,
+            member=member,
+            clock=clock,
+        )
         self._stall_told_at = float("-inf")
         self._stopping = False
         self.last_change: ViewChange | None = None
@@ -146,7 +130,7 @@ class Coordinator:
     @property
     def view(self) -> View | None:
         """The view installed last."""
-        return self._installed
+        return self._effects.installed
 
     def join(self) -> View:
         """Become a member; return the installed view.
@@ -211,7 +195,7 @@ class Coordinator:
         idle = machine.phase is Phase.SERVING and machine.wake_at is None
         if idle and inbox.empty and inbox.interrupted_at is None:
             return None
-        before = self._installed
+        before = self._effects.installed
         after = self._settle()
         return None if after is before else after
 
@@ -221,7 +205,7 @@ class Coordinator:
         Returns once they have cut the connection, or after `install_timeout_s`; at once if nobody
         else is left, or all others leave too.
         """
-        assert self._installed is not None, "join() first"
+        assert self._effects.installed is not None, "join() first"
         try:
             self._step(LeaveAsked())
             self._settle()
@@ -260,6 +244,10 @@ class Coordinator:
         except StoreUnavailable as error:
             logger.debug("the record can't be read: %s", error)
             return
+        except RecordInvalid as error:
+            # The watch goes on: this process must still know of its own stalls.
+            logger.warning("the record can't be understood: %s", error)
+            return
         if view is not None:
             self._inbox.put_record(view)
         self._inbox.put_ended(ended)
@@ -268,7 +256,7 @@ class Coordinator:
         """Step until nothing is under way; return the installed view."""
         started = self._clock()
         limit_s = 4 * self._config.install_timeout_s + self._config.bootstrap_timeout_s
-        epoch = 0 if self._installed is None else self._installed.epoch
+        epoch = 0 if self._effects.installed is None else self._effects.installed.epoch
         noticed = self._inbox.interrupted_at or started
         while not self._try_finish(epoch):
             self._check_not_stopped()
@@ -282,7 +270,7 @@ class Coordinator:
                 )
         if self._machine.phase is Phase.EVICTED:
             raise self._evicted()
-        view = self._installed
+        view = self._effects.installed
         assert view is not None
         if view.epoch != epoch:
             self._note_change(view, noticed)
@@ -330,42 +318,9 @@ class Coordinator:
         while pending:
             current = self._links.refined(pending.popleft(), self._machine.view)
             for instruction in self._machine.step(current, self._clock()):
-                answer = self._perform(instruction)
+                answer = self._effects.perform(instruction)
                 if answer is not None:
                     pending.append(answer)
-
-    def _perform(self, instruction: Instruction) -> Event | None:
-        match instruction:
-            case Send(to, message):
-                self._links.send(to, message)
-            case ReadRecord():
-                return RecordRead(self._store.read())
-            case Propose(view):
-                stored = self._store.compare_and_set(view.epoch - 1, view)
-                return ProposalAnswered(view, stored)
-            case Fence(incarnations, reason):
-                self._links.fence(incarnations, reason)
-            case Adopt(view):
-                self._adopt(view)
-            case Prepare(view):
-                return Prepared(view.epoch, self._member.prepare(view))
-            case Load(view):
-                self._member.load(view)
-                return Loaded(view.epoch)
-            case Install(view, offers):
-                self._member.install(view, offers)
-                self._installed = view
-            case Depart(view, asked):
-                self._inbox.follow(view, self._identity.incarnation)
-                logger.info("%s by epoch %d", "left" if asked else "evicted", view.epoch)
-        return None
-
-    def _adopt(self, view: View) -> None:
-        self._inbox.follow(view, self._identity.incarnation)
-        self._committed_at = self._clock()
-        self._member.committed(view)
-        for failure in self._links.connect_members(view):
-            self._inbox.put(failure)
 
     def _evicted(self) -> Evicted:
         return Evicted(
@@ -376,18 +331,19 @@ class Coordinator:
 
     def _note_change(self, view: View, noticed: float) -> None:
         now = self._clock()
-        noticed = min(noticed, self._committed_at)  # a joiner hears of what is agreed already
+        committed = self._effects.committed_at
+        noticed = min(noticed, committed)  # a joiner hears of what is agreed already
         self.last_change = ViewChange(
             epoch=view.epoch,
             noticed_s=noticed,
-            committed_s=self._committed_at,
+            committed_s=committed,
             installed_s=now,
         )
         logger.info(
             "epoch %d with ranks %s: agreed after %.1f ms, installed after %.1f ms",
             view.epoch,
             view.ranks,
-            (self._committed_at - noticed) * 1e3,
+            (committed - noticed) * 1e3,
             (now - noticed) * 1e3,
         )
 

@@ -1,14 +1,6 @@
 """The membership machine of one process: `step(event, now) -> [instruction]`. Pure.
 
-                        Committed / RecordRead / ProposalAnswered (newer epoch, we are in it)
-                 ┌─────────────────────────────────────────────────────────┐
-                 │                                                         ▼
-    OUTSIDE ─────┼──────────────────────────────────────────────────▶ INSTALLING ──┐
-                 │      loss, ABORT, dropped pass, late member             │       │ all offers and
-             AGREEING ◀────────────────────────────────────────────────────┤       │ readies in hand
-                 ▲                                                         │       ▼
-                 └──────────────── loss, ABORT, dropped pass ──────────── SERVING ◀┘
-    any of them ── newer view without us ──▶ EVICTED (or LEFT, if we asked for it)
+Where a process stands, and what leads from there to where, is drawn in `elastic.phase`.
 
 What it keeps:
 
@@ -23,14 +15,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from dispatch import ExpertMap
 from elastic import plan
+from elastic.errors import RecordInvalid
 from elastic.evidence import Evidence, EvidenceKind
 from elastic.installation import EarlyMessages, Installation
 from elastic.messages import Abort, Alive, Committed, Message, Offer, Probe, Ready
+from elastic.phase import INSIDE, Phase
 from elastic.protocol import (
     Adopt,
     Depart,
@@ -59,20 +52,6 @@ from elastic.suspicion import Suspicions
 from elastic.view import View
 
 STORY_MAX = 64
-
-
-class Phase(StrEnum):
-    """Where a process stands."""
-
-    OUTSIDE = "outside"
-    INSTALLING = "installing"
-    SERVING = "serving"
-    AGREEING = "agreeing"
-    EVICTED = "evicted"
-    LEFT = "left"
-
-
-INSIDE = (Phase.INSTALLING, Phase.SERVING, Phase.AGREEING)
 
 
 class Membership:
@@ -204,7 +183,11 @@ class Membership:
         if self.phase in (Phase.EVICTED, Phase.LEFT):
             return []
         if isinstance(message, Committed):
-            view = View.decode(message.view)
+            try:
+                view = View.decode(message.view)
+            except RecordInvalid as error:
+                self.story.append(f"{now:.4f} {sender} announced no view: {error}")
+                return [ReadRecord()]  # which is the truth, whatever its announcement says
             # Outside, only a first view with us in it concerns us; joining reads the record.
             if self.phase is Phase.OUTSIDE and view.named(self.incarnation) is None:
                 return []

@@ -31,6 +31,7 @@ from transfer import (
     Priority,
     Region,
     RegionKey,
+    Transfer,
     TransferEngine,
     TransferError,
 )
@@ -309,15 +310,21 @@ class PeerExpertSource:
         return [(piece.layer, piece.logical) for piece in good if self._is_whole(name, piece)]
 
     def _read_slabs(self, peer: Peer, keys: Sequence[RegionKey], pieces: Sequence[Piece]) -> None:
+        """Read the pieces into their places; none is still being written at the return.
+
+        Raises:
+            TransferError: Of the first read that failed.
+        """
         batches: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for piece in pieces:
             slab, offset, nbytes = self._bank.location(piece.layer, piece.logical)
             batches.setdefault((slab, piece.key_index), []).append((offset, piece.offset, nbytes))
-        transfers = []
+        transfers: list[Transfer] = []
+        failures: list[TransferError] = []
         for (slab, key_index), moves in batches.items():
             target_offsets, source_offsets, lengths = np.array(moves, dtype=np.int64).T.copy()
-            transfers.append(
-                self._engine.read(
+            try:
+                transfer = self._engine.read(
                     peer,
                     self._slabs.region(slab),
                     keys[key_index],
@@ -327,9 +334,18 @@ class PeerExpertSource:
                     priority=Priority.WEIGHTS,
                     timeout_s=self._read_timeout_s,
                 )
-            )
+            except TransferError as error:
+                failures.append(error)
+                break
+            transfers.append(transfer)
+        # All of them, also when one has failed: the next source fills the very same places.
         for transfer in transfers:
-            transfer.wait(self._read_timeout_s)
+            try:
+                transfer.wait()
+            except TransferError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _fits(self, piece: Piece, num_keys: int) -> bool:
         nbytes = self._bank.location(piece.layer, piece.logical)[2]

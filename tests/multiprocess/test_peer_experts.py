@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from configs.schema import TransferConfig
 from elastic.expert_source import EachExpert, ExpertId, ExpertLoader, place_of
 from elastic.peer_experts import ExpertServer, PeerExpertSource, Slabs
 from tests.support.small_bank import SmallBank, bytes_of
-from transfer import TransferEngine, allocate
+from transfer import Transfer, TransferEngine, TransferError, allocate
 
 NBYTES = 3000
 SECRET = secrets.token_bytes(16)
@@ -115,6 +116,45 @@ def test_a_lost_peer_is_skipped(ranks: list[Rank]) -> None:
     served = ExpertLoader(reader.bank, [reader.source, from_disk(reader)]).load([(0, 3), (0, 4)])
     assert served.by_source == {"peer": ((0, 4),), "disk": ((0, 3),)}
     check(reader, [(0, 3), (0, 4)])
+
+
+class Held:
+    """A read that ends when it is waited for, and not before."""
+
+    def __init__(self, start: Callable[[], Transfer], failure: TransferError | None) -> None:
+        self.start, self.failure, self.waited = start, failure, False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.waited = True
+        if self.failure is not None:
+            raise self.failure
+        self.start().wait(timeout_s)
+
+
+@pytest.mark.parametrize("at_the_start", [False, True])
+def test_a_read_that_fails_leaves_none_under_way(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch, at_the_start: bool
+) -> None:
+    """The next source fills the same places: nothing may land there after it."""
+    reader, one, _ = ranks
+    experts = [(0, e) for e in range(8)] + [(1, e) for e in range(4)]  # in three slabs
+    one.hold(experts)
+    read, begun = reader.engine.read, []
+    failing = random.randrange(3)
+
+    def hold(*args: Any, **options: Any) -> Held:
+        failure = TransferError("cut") if len(begun) == failing else None
+        if failure is not None and at_the_start:
+            raise failure
+        begun.append(Held(lambda: read(*args, **options), failure))
+        return begun[-1]
+
+    monkeypatch.setattr(reader.engine, "read", hold)
+    served = ExpertLoader(reader.bank, [reader.source, from_disk(reader)]).load(experts)
+    assert set(served.by_source) == {"disk"}
+    assert len(begun) == (failing if at_the_start else 3)
+    assert all(held.waited for held in begun)
+    check(reader, experts)
 
 
 def test_keys_are_given_back(ranks: list[Rank]) -> None:

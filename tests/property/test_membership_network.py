@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from elastic.membership import Phase
+from elastic.phase import Phase
 from tests.support.membership_network import Network, Process
 
 SEEDS = [random.SystemRandom().randrange(1 << 32) for _ in range(60)]

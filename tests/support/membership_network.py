@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from elastic import plan
 from elastic.evidence import Evidence, EvidenceKind
-from elastic.membership import Membership, Phase
+from elastic.membership import Membership
 from elastic.messages import Alive, Probe
+from elastic.phase import Phase
 from elastic.protocol import (
     Adopt,
     Depart,

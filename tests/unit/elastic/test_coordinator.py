@@ -10,7 +10,7 @@ import pytest
 
 from configs.schema import ElasticConfig
 from elastic.coordinator import Coordinator
-from elastic.errors import Evicted
+from elastic.errors import Evicted, RecordInvalid
 from elastic.view import Member, Role, View
 from tests.support.local_store import LocalStore
 from tests.support.loopback_engine import Hub, LoopbackEngine
@@ -215,6 +215,25 @@ def test_an_end_reported_by_the_agent_is_enough(four: Cluster) -> None:
     gone.stop.set()
     four.store.report_exit(gone.name, "signal 9")
     four.settle([w for w in four.workers if w is not gone], (0, 2, 3))
+
+
+def test_a_record_that_is_no_record_does_not_end_the_watch(
+    four: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+
+    def read() -> View | None:
+        looks.append(threading.current_thread().name)
+        raise RecordInvalid(what="view", problem="of another version")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(four.store, "read", read)
+        deadline = time.monotonic() + 30
+        while looks.count("elastic-watch") < 8:  # of four watches: some looked twice
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    four.store.report_exit(four.workers[3].name, "killed")  # only the watches can see it
+    four.settle(four.workers[:3], (0, 1, 2))
 
 
 def test_report_without_reason_makes_a_new_epoch_of_the_same_members(four: Cluster) -> None:

@@ -7,8 +7,9 @@ import pytest
 from elastic import plan
 from elastic.errors import RecordInvalid
 from elastic.evidence import Evidence, EvidenceKind
-from elastic.membership import Membership, Phase
+from elastic.membership import Membership
 from elastic.messages import Abort, Alive, Committed, Offer, Probe, Ready, decode, encode
+from elastic.phase import Phase
 from elastic.protocol import (
     Adopt,
     Depart,
@@ -217,6 +218,12 @@ def test_being_accused_is_answered_by_waiting_for_the_view(serving: Driver) -> N
     without_us = plan.view_without(FOUR, [NAMES[0]])
     out = serving(Received(NAMES[1], Committed(2, without_us.encode())))
     assert out == [Depart(without_us, asked=False)]
+
+
+def test_an_announcement_of_no_view_leads_to_the_record(serving: Driver) -> None:
+    for nonsense in (b"", b"{}", FOUR.encode()[:-1]):
+        assert serving(Received(NAMES[1], Committed(2, nonsense))) == [ReadRecord()]
+        assert serving.machine.phase is Phase.SERVING
 
 
 def test_who_lost_the_majority_without_proof_lets_it_go_first() -> None:
