@@ -6,10 +6,9 @@ import os
 import time
 import weakref
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 import msgspec
-import torch
 
 from configs.schema import TransferBackend, TransferConfig
 from transfer.arguments import check_handler, check_name, check_type
@@ -18,30 +17,26 @@ from transfer.connections.calling import Caller
 from transfer.connections.links import Links
 from transfer.connections.rendezvous import Rendezvous
 from transfer.connections.tls import Credentials
-from transfer.errors import DeviceUnavailable, EngineClosed, PeerLost, PeerUnknown, TransferTimeout
+from transfer.errors import DeviceUnavailable, EngineClosed, PeerUnknown, TransferTimeout
 from transfer.event_loop import EventLoop
 from transfer.explanation import Explanation, explain_link, explain_self
 from transfer.forked import REASON, disown
 from transfer.handlers import LostHandler, NotifyHandler
-from transfer.memory.memory import Memory
-from transfer.memory.region import Access, OfferTable, Region, RegionKey, make_offer
+from transfer.memory.region import OfferTable, Region, RegionKey
 from transfer.movement import Movement
+from transfer.offering import Offering
 from transfer.operations import Mover, deadline_after
 from transfer.peer import LinkState, Peer, PeerLink, PeerTable, name_of
 from transfer.rails.own_rails import own_rails
 from transfer.rails.peer_preferences import this_machine
 from transfer.statistics import Tally, TransferStatistics
 from transfer.storage.staging import Staging
-from transfer.storage.storage import Storage
 from transfer.wire import ControlKind, encode_control
-
-# How long a peer that knows addresses of ours is waited for when they are withdrawn.
-RETIRE_S: Final = 1.0
 
 _engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 
 
-class TransferEngine(Movement, Arrivals):
+class TransferEngine(Offering, Movement, Arrivals):
     """Moves bytes between registered memory of this process and of its peers.
 
     All methods are thread-safe. Between `open` and `close` one background thread accepts peers,
@@ -144,11 +139,7 @@ class TransferEngine(Movement, Arrivals):
         self._state = "closed"
         error = EngineClosed("the transfer engine was closed")
         # Who knows addresses of ours must not come back to them when the memory is somebody else's.
-        tokens = self._links.told.tokens()
-        for token in tokens:
-            if (offer := self._offers.withdraw(token)) is not None:
-                self._tell_withdrawn(token, offer.to)
-        self._await_retired(tokens)
+        self._withdraw_addresses()
         self._links.told.outlive()
         # Called at the loop's end; by its stop, if a failure has ended it before.
         self._loop.call(lambda: self._links.close("the engine was closed", error))
@@ -176,76 +167,6 @@ class TransferEngine(Movement, Arrivals):
     def address(self) -> str:
         """Where peers connect, "host:port". Known once open."""
         return self._rendezvous.facts.address
-
-    def register(self, memory: Memory | torch.Tensor | Storage) -> Region:
-        """Let the engine use memory, which stays the caller's.
-
-        Args:
-            memory: a `Memory`, a contiguous tensor of any shape and type on the host or a CUDA
-                device, or a `Storage` such as an open `FileSlab`. Views of a `Memory` are as
-                shareable as the whole.
-
-        Raises:
-            ValueError: not contiguous, or on a device that is not supported.
-            DeviceUnavailable: this process cannot use that device.
-        """
-        return self._staging.register(memory)
-
-    def release(self, region: Region) -> bool:
-        """Withdraw every key of a region; idempotent. The memory is not touched.
-
-        Returns:
-            As `withdraw`, for all of them.
-        """
-        found = self._offers.withdraw_region(check_type("region", region, Region))
-        for token, offer in found:
-            self._tell_withdrawn(token, offer.to)
-        self._links.rdma.release(region)
-        return self._await_retired([token for token, _ in found])
-
-    def offer(
-        self,
-        region: Region,
-        *,
-        to: str,
-        access: Access,
-        offset: int = 0,
-        nbytes: int | None = None,
-    ) -> RegionKey:
-        """Give a named peer the right to a window of a region. The peer need not be connected.
-
-        What is offered for writing to a same-host peer is that incarnation's alone until its
-        process is known to be dead: nobody can unmap it over there.
-
-        Raises:
-            ValueError: the window is not inside the region, or `access` is empty.
-            PeerLost: the name is fenced.
-        """
-        offer = make_offer(region, to=to, access=access, offset=offset, nbytes=nbytes)
-        key = self._offers.add(offer)
-        if (evidence := self._table.fenced(to)) is not None:
-            self._offers.withdraw(key.token)
-            raise PeerLost(to, evidence)
-        return key
-
-    def withdraw(self, key: RegionKey) -> bool:
-        """Make a key void; idempotent. After the return nothing lands under it over a socket.
-
-        A same-host peer is told, and forgets its mapping; until then it can still write. A peer
-        that copies to and from our memory by its address (it lies in no `Memory`) is waited for,
-        but not for longer than a second, and not on the engine's own thread.
-
-        Returns:
-            False if such a peer may still be copying, a stopped one for example. The memory is
-            quarantined then: kept alive until that peer has answered or its process has ended,
-            and not to be reused before. Ask again to find out.
-        """
-        offer = self._offers.withdraw(check_type("key", key, RegionKey).token)
-        if offer is not None:
-            self._tell_withdrawn(key.token, offer.to)
-            if offer.region.kind != "host":
-                self._staging.withdrawn(key.token)
-        return self._await_retired([key.token])
 
     def connect(self, address: str, *, timeout_s: float | None = None) -> Peer:
         """Connect to an engine, both sides proving the secret; idempotent.
@@ -364,14 +285,6 @@ class TransferEngine(Movement, Arrivals):
         # Nobody may be waiting for immediates for long: keep the peers' sockets from filling.
         self._board.drain()
         return self._links.expire(now) or self._rendezvous.is_busy or self._staging.is_busy
-
-    def _tell_withdrawn(self, token: bytes, name: str) -> None:
-        if (link := self._table.get(name)) is not None:
-            self._links.tell_withdrawn(link, token)
-
-    def _await_retired(self, tokens: list[bytes]) -> bool:
-        # The engine's own thread takes the answers.
-        return self._links.told.wait(tokens, 0.0 if self._loop.is_current else RETIRE_S)
 
     def _public(self, link: PeerLink) -> Peer:
         return Peer(link.name, link.facts.address, link.backend, lambda: link.alive)

@@ -20,6 +20,7 @@ from tests.support.engines import BOTH, new_engine
 from tests.support.json_lines import JsonLines
 from transfer import RegionKey, TransferEngine, allocate
 from transfer.backends.service import Service
+from transfer.connections.control_frames import ControlFrames
 from transfer.connections.handshake import AcceptorHandshake, DialerHandshake
 from transfer.connections.links import Links
 from transfer.connections.rendezvous import Negotiation
@@ -86,11 +87,12 @@ class Doomed:
         elif self.phase == "mapping":
             self._trap(Service, "_share")
         elif self.phase == "locating":
-            self._trap(Links, "_tell_address")
+            self._trap(ControlFrames, "_tell_address")
         elif self.phase == "closing":
             self._trap(Links, "close")
         elif self.phase == "withdrawing":
-            self._trap(Links, "_on_frame", lambda _, __, kind, ___: kind is ControlKind.WITHDRAWN)
+            withdrawn = ControlKind.WITHDRAWN
+            self._trap(ControlFrames, "take", lambda _, __, kind, ___: kind is withdrawn)
 
     def _trap(self, owner: type, method: str, when: Callable[..., bool] = lambda *_: True) -> None:
         original = getattr(owner, method)

@@ -1,4 +1,4 @@
-"""The life of links: made of greeted connections, fed with control frames, ended with evidence.
+"""The life of links: made of greeted connections, ended with evidence.
 
 Runs on the engine's thread unless said otherwise.
 """
@@ -16,7 +16,8 @@ from transfer.backends.process_memory import Locations
 from transfer.backends.service import Service
 from transfer.backends.shared_memory import Windows
 from transfer.connections.control_connection import ControlConnection
-from transfer.connections.handshake import Facts, Purpose, shown
+from transfer.connections.control_frames import ControlFrames
+from transfer.connections.handshake import Facts, Purpose
 from transfer.connections.negotiation import Greeted, Outcome
 from transfer.connections.rendezvous import Rendezvous
 from transfer.connections.resumption import Resumptions
@@ -24,13 +25,12 @@ from transfer.connections.stream import Stream
 from transfer.errors import (
     HandshakeRefused,
     PeerLost,
-    ProtocolViolation,
     TransferError,
 )
 from transfer.event_loop import EventLoop
 from transfer.handlers import Handlers
 from transfer.immediates import ImmediateBoard
-from transfer.memory.region import TOKEN_BYTES, OfferTable
+from transfer.memory.region import OfferTable
 from transfer.memory.told_addresses import ToldAddresses
 from transfer.peer import LinkState, PeerLink, PeerTable
 from transfer.rails.opener import RailOpener
@@ -49,14 +49,11 @@ SERVING_MAX: Final = 64
 
 
 class Links:
-    """Makes, feeds and ends the links of an engine.
+    """Makes and ends the links of an engine.
 
     Attributes:
-        staging: answers peers that ask for storages; set by the engine.
         opener: opens rails; set by `bind`.
     """
-
-    staging: Staging
 
     def __init__(
         self,
@@ -78,6 +75,23 @@ class Links:
         self.told = ToldAddresses(offers, enabled=config.process_memory)
         self.rdma = Rdma(offers, loop, self.board)
         self.handlers = Handlers(loop, tally)
+        self._frames = ControlFrames(
+            offers,
+            tally,
+            fenced=table.fenced,
+            handlers=self.handlers,
+            told=self.told,
+            lose=self.lose,
+        )
+
+    @property
+    def staging(self) -> Staging:
+        """Answers peers that ask for storages; set by the engine."""
+        return self._frames.staging
+
+    @staging.setter
+    def staging(self, staging: Staging) -> None:
+        self._frames.staging = staging
 
     def bind(self, rendezvous: Rendezvous) -> None:
         """Tell where connections come from."""
@@ -227,11 +241,11 @@ class Links:
             self._loop,
             self._tally,
             frame_bytes_max=self._config.notify_bytes_max,
-            on_frame=lambda kind, content: self._on_frame(link, kind, content),
+            on_frame=lambda kind, content: self._frames.take(link, kind, content),
             on_broken=lambda evidence: self._resumptions.on_broken(
                 link, f"control connection {evidence}"
             ),
-            on_nonsense=lambda problem: self._end_nonsense(link, problem),
+            on_nonsense=lambda problem: self._frames.end_nonsense(link, problem),
             on_resumed=lambda: self._resumptions.on_resumed(link),
         )
         link = PeerLink(
@@ -306,54 +320,6 @@ class Links:
         self.board.poll.add(link.signal)
         link.become_ready()
 
-    def _on_frame(self, link: PeerLink, kind: ControlKind, content: bytes) -> None:
-        if self._table.fenced(link.name) is not None:
-            return  # a handler has fenced it between two frames
-        if kind is ControlKind.NOTIFY:
-            self.handlers.deliver(link.name, content)
-        elif kind is ControlKind.WITHDRAWN:
-            link.windows.drop(content)
-            link.locations.drop(content)
-            self.staging.drop(link.name, content)
-            if link.rdma is not None:
-                link.rdma.drop_key(content)
-        elif kind is ControlKind.LOCATE:
-            self._tell_address(link, content)
-        elif kind is ControlKind.LOCATED:
-            self._take(link, lambda: link.locations.on_located(content))
-        elif kind is ControlKind.VERBS:
-            self._take(link, lambda: _on_verbs(link, content))
-        elif kind is ControlKind.RETIRED:
-            self.told.on_retired(content, by=link.name)
-        elif kind is ControlKind.STORAGE_ASK or kind is ControlKind.STORAGE_ANSWER:
-            self._take(link, lambda: self.staging.on_frame(link, kind, content))
-        else:
-            link.farewell = f"closed by the peer: {shown(content.decode(errors='replace'))}"
-            self.lose(link, link.farewell)
-
-    def _tell_address(self, link: PeerLink, token: bytes) -> None:
-        if len(token) != TOKEN_BYTES or link.control.flooded:
-            self._end_nonsense(link, "asked for nonsense, or read no answers")
-            return
-        try:
-            process = link.find_process()
-        except OSError:
-            process = None
-        # Before any WITHDRAWN of the same token.
-        with self._offers.landing:
-            located = self.told.tell(token, to=link.name, process=process)
-            link.control.send(encode_control(ControlKind.LOCATED, located.encode()))
-
-    def _take(self, link: PeerLink, parse: Callable[[], None]) -> None:
-        try:
-            parse()
-        except ProtocolViolation as error:
-            self._tally.count("malformed")
-            self._end_nonsense(link, error.problem)
-
-    def _end_nonsense(self, link: PeerLink, problem: str) -> None:
-        self.lose(link, f"control connection carried nonsense: {problem}")
-
     def _tell(self, link: PeerLink, kind: ControlKind, content: bytes) -> None:
         """Send what must arrive. Any thread; never waits: who reads nothing is lost."""
         if link.control.flooded:
@@ -392,9 +358,3 @@ class Links:
         if link.signal is not None:
             self.board.poll.remove(link.signal)
             link.signal.close()
-
-
-def _on_verbs(link: PeerLink, content: bytes) -> None:
-    if link.rdma is None:
-        raise ProtocolViolation("about queue pairs, where there are none")
-    link.rdma.on_message(content)
