@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import ctypes
 import errno
+import functools
 import fcntl
 import mmap
 import os
@@ -177,8 +178,9 @@ def populate(mapped: mmap.mmap, *, writable: bool) -> None:
             raise
 
 
+@functools.cache  # asked for every transfer over several rails
 def numa_nodes() -> tuple[int, ...]:
-    """Return the NUMA nodes of this machine; (0,) where it knows of none."""
+    """Return the NUMA nodes of this machine at the first call; (0,) where it knows of none."""
     with contextlib.suppress(OSError):
         nodes: list[int] = []
         for part in _NODES.read_text(encoding="ascii").strip().split(","):
