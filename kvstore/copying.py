@@ -7,6 +7,7 @@ MOE_RUNTIME_NATIVE=0 keeps it from being used. Without it both functions do the 
 from __future__ import annotations
 
 import os
+import sys
 from types import ModuleType
 from typing import Final
 
@@ -87,6 +88,23 @@ def copy_with_checksums(
     for to, start, length in rows:
         target[to : to + length] = source[start : start + length]
     return checksums_of(target, target_offsets, lengths)
+
+
+def copy_with_checksum(
+    target: Bytes, target_offset: int, source: Bytes, source_offset: int, nbytes: int
+) -> int:
+    """Copy one piece; otherwise as `copy_with_checksums`, with less around it."""
+    if compiled is not None and nbytes > _native.SHORT_BYTES:
+        sums = _native.copy_summed(
+            target.__array_interface__["data"][0],
+            source.__array_interface__["data"][0],
+            np.array((target_offset,), dtype=np.int64),
+            np.array((source_offset,), dtype=np.int64),
+            np.array((nbytes,), dtype=np.int64),
+        )
+        return int.from_bytes(sums, sys.byteorder)
+    target[target_offset : target_offset + nbytes] = source[source_offset : source_offset + nbytes]
+    return xxhash.xxh3_64_intdigest(target.data[target_offset : target_offset + nbytes])
 
 
 def _integers(sums: bytes) -> list[int]:

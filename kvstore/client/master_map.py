@@ -21,7 +21,7 @@ from kvstore.errors import MasterUnavailable
 from kvstore.shards.everyone import plan_for_everyone
 from kvstore.shards.plan import Merged, Outcome, Plan
 from kvstore.shards.reads import plan_exists, plan_lookup, plan_release, plan_renew
-from kvstore.shards.writes import PutPlans, plan_change, plan_report
+from kvstore.shards.writes import PutPlans, plan_change, plan_report, plan_store
 from kvstore.wire import messages as m
 from kvstore.wire.envelope import Answer
 from kvstore.wire.master_link import ATTEMPT_S, PAUSE_S, MasterLink, expect
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvstore.discovery.directory import MasterDirectory
 
 ReplyT = TypeVar("ReplyT", bound=m.Reply)
-PATIENT: Final = (m.Allocate, m.Finish, m.Remove, m.SetPin, m.Fence)
+PATIENT: Final = (m.Allocate, m.Finish, m.Store, m.Remove, m.SetPin, m.Fence)
 
 
 class MasterMap:
@@ -182,6 +182,8 @@ class _Shards:
                 return self._puts.allocate(request)
             case m.Finish():
                 return self._puts.finish(request)
+            case m.Store() | m.Reserve():
+                return plan_store(request, self._num_shards)
             case m.Renew():
                 return plan_renew(request)
             case m.Release():

@@ -27,11 +27,13 @@ from kvstore.client.locations import Hit
 from kvstore.client.master_map import MasterMap
 from kvstore.client.pieces import Pieces
 from kvstore.client.put_options import PutOptions
+from kvstore.client.reserved_places import ReservedPlaces
 from kvstore.client.segment_keys import SegmentKeys
 from kvstore.client.tenant import Tenant
 from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_directory
 from kvstore.errors import InvalidValue
 from kvstore.values.quick_reads import QuickReads
+from kvstore.values.quick_writes import QuickWrites
 from kvstore.wire import messages as m
 from kvstore.wire.messages import Pin, PutOutcome
 from kvstore.wire.peer_messages import TO_CLIENT, decode_to_client
@@ -75,6 +77,7 @@ class StoreClient:
         tenant: Tenant = NOBODY,
     ) -> None:
         self._name = engine.name
+        self._local_node = local_node
         self._directory = as_directory(masters)
         self._link = MasterMap(
             self._directory, config, secret=secret, identity=f"{engine.name}.client"
@@ -91,13 +94,22 @@ class StoreClient:
             release=lambda ids: self._link.ask(m.Release(self._name, list(ids)), m.Done),
             on_lost=lambda number: self.core.record.count(lost_leases=number),
         )
+        self.places = ReservedPlaces(
+            lambda request, timeout_s: self._link.ask(request, m.Reserved, timeout_s=timeout_s),
+            engine.name,
+        )
 
     def quick_reads(self) -> QuickReads:
         """Return the short way of single gets, with its own hot places."""
         return QuickReads(self.core, self.driver, self.segments, self.leases)
 
+    def quick_writes(self) -> QuickWrites:
+        """Return the short way of single puts."""
+        return QuickWrites(self.core, self._link, self.segments, self.places, self._local_node)
+
     def close(self) -> None:
         """Stop using the store. Held leases are released, others end by themselves."""
+        self.places.close()
         self.leases.close()
         self._link.close()
         self.core.staging.close()

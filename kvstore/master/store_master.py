@@ -27,6 +27,7 @@ from typing import Final
 from configs.kvstore_policies import PolicyConfig
 from configs.schema import Eviction
 from kvstore.events.event_log import EventBatch, EventLog
+from kvstore.master.abandoned import AbandonedBatches
 from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.tenants import TenantRule
 from kvstore.master.copies.planning import Planning
@@ -35,6 +36,7 @@ from kvstore.master.inventory import Inventory
 from kvstore.master.keeping import Keeping
 from kvstore.master.lending import Lending
 from kvstore.master.reading import Reading
+from kvstore.master.storing import Storing
 from kvstore.master.tenancy import Tenancy
 from kvstore.master.timing import MasterTiming as MasterTiming
 from kvstore.master.transition import MasterPart, Transition, malformed
@@ -88,9 +90,11 @@ class StoreMaster:
         self._pause_s_max = min(timing.silence_s * DEAF_SHARE, timing.lease_s * ASLEEP_SHARE)
         self._catalog.last_copy_id = last_copy_id
         self._planning = Planning(self._catalog, policies or PolicyConfig())
+        abandoned = AbandonedBatches(self._catalog)
         self._parts: list[MasterPart] = [
             Reading(self._catalog),
-            Writing(self._catalog, timing),
+            Writing(self._catalog, timing, abandoned),
+            Storing(self._catalog, timing, abandoned),
             Lending(self._catalog, timing),
             Keeping(self._catalog, timing),
             Tenancy(self._catalog),

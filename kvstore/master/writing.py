@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvstore.checksum import table_bytes
+from kvstore.master.abandoned import AbandonedBatches
 from kvstore.master.books.allocator import padded
 from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.open_puts import PutBatch
@@ -22,7 +22,6 @@ from kvstore.master.transition import (
 )
 from kvstore.wire import messages as m
 
-REMEMBERED_MAX: Final = 1 << 14  # abandoned batches kept in mind
 RETRY_S_MIN, RETRY_S_MAX = 0.005, 1.0
 CHUNK_END: Final = 1 << 32
 
@@ -33,12 +32,13 @@ class Writing:
     Args:
         catalog: The pool's books.
         timing: The master's durations.
+        abandoned: Batches that writers gave up.
     """
 
-    def __init__(self, catalog: Catalog, timing: MasterTiming) -> None:
+    def __init__(self, catalog: Catalog, timing: MasterTiming, abandoned: AbandonedBatches) -> None:
         self._catalog = catalog
         self._timing = timing
-        self._abandoned: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._abandoned = abandoned
 
     def transitions(self) -> Mapping[type, Transition]:
         """Return what carries out which type of request."""
@@ -61,8 +61,7 @@ class Writing:
         tenant = self._catalog.tenants.acting(request.client)
         if tenant is None:
             return not_entered(request.client)
-        for number in request.abandoned:
-            self._abandon(request.client, number)
+        self._abandoned.end(request.client, request.abandoned)
         if (request.client, request.batch) in self._abandoned:
             return malformed(f"batch {request.batch} was abandoned")
         known = self._catalog.puts.find(request.client, request.batch)
@@ -88,7 +87,7 @@ class Writing:
         self, request: m.Allocate, batch: PutBatch, tenant: Tenant, now: float
     ) -> list[m.PutOutcome]:
         catalog = self._catalog
-        index, writers = catalog.index.rows, catalog.puts.writers
+        index, writers, chunk = catalog.index.rows, catalog.puts.writers, request.chunk_bytes
         candidates = catalog.pool.candidates(
             request.client,
             now,
@@ -101,7 +100,10 @@ class Writing:
         for position, key in enumerate(request.keys):
             row = index.get(key)
             if row is not None:
-                outcome = self._existing(request, position, row, tenant, now)
+                wanted = (request.lengths[position], request.checksums[position])
+                outcome = compare(catalog, row, (*wanted, chunk, tenant.number))
+                if outcome is m.PutOutcome.EXISTS and request.pin is not m.Pin.NONE:
+                    catalog.pins.strengthen(row, request.pin, request.pin_s, now)
             elif key in writers or position * batch.replicas in batch.rows:
                 outcome = self._being_written(key, batch, position)
             elif key in fresh:
@@ -144,18 +146,6 @@ class Writing:
                 catalog.puts.hold(key, row)
         for position in positions[len(rows) :]:
             outcomes[position] = self._place(request, position, space, batch, tenant, candidates)
-
-    def _existing(
-        self, request: m.Allocate, position: int, row: int, tenant: Tenant, now: float
-    ) -> m.PutOutcome:
-        table = self._catalog.table
-        found = (table.length[row], table.checksum[row], table.chunk_bytes[row], table.tenant[row])
-        wanted = (request.lengths[position], request.checksums[position], request.chunk_bytes)
-        if found != (*wanted, tenant.number):
-            return m.PutOutcome.CONFLICT
-        if request.pin is not m.Pin.NONE:
-            self._catalog.pins.strengthen(row, request.pin, request.pin_s, now)
-        return m.PutOutcome.EXISTS
 
     def _being_written(self, key: bytes, batch: PutBatch, position: int) -> m.PutOutcome:
         first = position * batch.replicas
@@ -226,7 +216,7 @@ class Writing:
 
     def _finish(self, request: m.Finish, now: float) -> m.Reply:
         batch = self._catalog.puts.find(request.client, request.batch)
-        if batch is None:
+        if batch is None or batch.is_reserved:
             return m.Finished(stored=[False] * len(request.committed))
         # From the last to the first, so that the root of a chain is the youngest.
         stored = [self._catalog.commit(batch, place, now) for place in request.committed[::-1]]
@@ -236,14 +226,12 @@ class Writing:
             self._catalog.quarantine(batch, place)
         return m.Finished(stored=stored[::-1])
 
-    def _abandon(self, client: str, number: int) -> None:
-        self._abandoned[(client, number)] = None  # its request may still be on the way
-        self._abandoned.move_to_end((client, number))
-        while len(self._abandoned) > REMEMBERED_MAX:
-            self._abandoned.popitem(last=False)
-        batch = self._catalog.puts.find(client, number) if number >= 0 else None
-        if batch is not None:
-            self._catalog.end_batch(batch, at_rest=True)
+
+def compare(catalog: Catalog, row: int, wanted: tuple[int, int, int, int]) -> m.PutOutcome:
+    """Say whether a block that is there is the one of a put: length, checksum, chunks, tenant."""
+    table = catalog.table
+    found = (table.length[row], table.checksum[row], table.chunk_bytes[row], table.tenant[row])
+    return m.PutOutcome.EXISTS if found == wanted else m.PutOutcome.CONFLICT
 
 
 def _problem(request: m.Allocate) -> str:

@@ -122,6 +122,12 @@ class Segment:
         """Remember what a writer says; return how many blocks were possible."""
         return self.index.record(held)
 
+    def forget(self, key: bytes, offset: int) -> None:
+        """Forget a block of this name that starts there, if that is what is remembered."""
+        block = self.index.at(offset)
+        if block is not None and block.key == key:
+            self.index.forget(block)
+
     def held(self) -> HeldBlocks:
         """Return what lies here, verified up to a number of bytes; what is wrong is forgotten.
 

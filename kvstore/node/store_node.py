@@ -37,6 +37,7 @@ from kvstore.wire.peer_messages import (
     TO_NODE,
     AskSegment,
     OfferSegment,
+    Unwritten,
     Written,
     decode_to_node,
     encode_to_client,
@@ -173,6 +174,8 @@ class StoreNode:
                 self._answer(peer, note)
             elif isinstance(note, OfferSegment):
                 self._keys.receive(peer, note)
+            elif isinstance(note, Unwritten):
+                self._segment(note.segment).forget(note.key, note.offset)
             else:
                 self._record(note)
         except (TransferError, KVStoreError) as error:

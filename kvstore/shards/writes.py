@@ -15,7 +15,17 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvstore.errors import MasterUnavailable
-from kvstore.shards.plan import Merge, Merged, NodeNames, Outcome, Plan, arrived, by_shard, pick
+from kvstore.shards.plan import (
+    Merge,
+    Merged,
+    NodeNames,
+    Outcome,
+    Plan,
+    arrived,
+    by_shard,
+    pick,
+    shard_of,
+)
 from kvstore.wire import messages as m
 
 BATCHES_MAX: Final = 4096
@@ -174,6 +184,18 @@ def _merge_allocated(
         put_s=put_s,
         retry_s=retry_s,
     )
+
+
+def plan_store(request: m.Reserve | m.Store, num_shards: int) -> Plan:
+    """The master of the key is asked alone."""
+
+    def merge(outcomes: Sequence[Outcome]) -> Merged:
+        (outcome,) = outcomes
+        if isinstance(outcome, MasterUnavailable):
+            raise outcome
+        return Merged(reply=outcome)
+
+    return Plan(parts=((shard_of(request.key, num_shards), request),), merge=merge)
 
 
 def plan_change(request: m.Remove | m.SetPin, num_shards: int) -> Plan:

@@ -10,6 +10,7 @@ Names are of up to `NAME_BYTES_MAX` bytes, or keys of 16 bytes such as those of 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
@@ -24,7 +25,7 @@ from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.local_memory import LocalMemory
 from kvstore.values.names import Name, key_of
 from kvstore.values.value_operations import ValueOperations, failure
-from kvstore.values.values import Value, target_of
+from kvstore.values.values import Value, nbytes_of, parts_of, target_of
 from kvstore.wire.messages import Pin, PutOutcome
 from transfer import TransferEngine
 
@@ -53,6 +54,7 @@ class Store:
         self._namespace = namespace
         self._memory = LocalMemory(client.core.engine, client.core.staging)
         self._quick = client.quick_reads()
+        self._quick_writes = client.quick_writes()
         self.operations = ValueOperations(
             client.core, self._memory, client.leases, self._quick.hot, namespace
         )
@@ -120,7 +122,19 @@ class Store:
         timeout_s: float | None = None,
     ) -> PutOutcome:
         """Store one value; see `put_batch`."""
-        return self.put_batch([name], [value], options=options, timeout_s=timeout_s)[0]
+        key, parts = key_of(name, self._namespace), parts_of(value)
+        nbytes, outcome = nbytes_of(parts), None
+        started_s = time.monotonic()
+        if len(parts) == 1:
+            outcome = self._quick_writes.put(key, parts[0], options, timeout_s)
+            if outcome is not None and outcome is not PutOutcome.FAILED:
+                return outcome
+        if timeout_s is not None:
+            timeout_s -= time.monotonic() - started_s
+        steps = self.operations.put([key], [parts], options, timeout_s)
+        (found,) = self.client.driver.run(steps)
+        again = outcome is PutOutcome.FAILED
+        return self._quick_writes.learn(nbytes, options, found, again=again)
 
     def put_batch(
         self,

@@ -68,6 +68,13 @@ class NodeAddress(msgspec.Struct, frozen=True, array_like=True):
     medium: Medium = Medium.DRAM
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where one block can be written: a segment, and the bytes from `offset` on."""
+
+    where: NodeAddress
+    offset: int
+
+
 class HeldBlocks(msgspec.Struct, frozen=True):
     """Blocks in a segment, as columns. An empty optional column means the default for all.
 

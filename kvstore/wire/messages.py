@@ -14,10 +14,11 @@ length), and segments are named once per message and then by index.
     Release     client   -> Done             Rebalance     admin   -> Done
     Allocate    client   -> Allocated        ListTenants   admin   -> TenantList
     Finish      client   -> Finished         SetQuota      admin   -> Done
+    Reserve     client   -> Reserved         Store         client  -> Stored
     Exists      client   -> Present          any illegal one       -> Refused
 
 Peer notes (`TransferEngine.notify`): AskSegment client -> node, OfferSegment node -> client,
-Written client -> node.
+Written and Unwritten client -> node.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ from kvstore.wire.columns import (
 )
 from kvstore.wire.columns import (
     Pin as Pin,
+)
+from kvstore.wire.columns import (
+    Place as Place,
 )
 from kvstore.wire.columns import (
     PutOutcome as PutOutcome,
@@ -109,10 +113,16 @@ from kvstore.wire.replies import (
     Reply as Reply,
 )
 from kvstore.wire.replies import (
+    Reserved as Reserved,
+)
+from kvstore.wire.replies import (
     SegmentFigures as SegmentFigures,
 )
 from kvstore.wire.replies import (
     SegmentList as SegmentList,
+)
+from kvstore.wire.replies import (
+    Stored as Stored,
 )
 from kvstore.wire.replies import (
     TenantFigures as TenantFigures,
@@ -187,10 +197,16 @@ from kvstore.wire.requests import (
     Request as Request,
 )
 from kvstore.wire.requests import (
+    Reserve as Reserve,
+)
+from kvstore.wire.requests import (
     SetPin as SetPin,
 )
 from kvstore.wire.requests import (
     SetQuota as SetQuota,
+)
+from kvstore.wire.requests import (
+    Store as Store,
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvstore.wire.messages import HeldBlocks
+from kvstore.wire.messages import HeldBlocks, Key
 
 TO_NODE = b"kvstore.node:"
 TO_CLIENT = b"kvstore.client:"
@@ -33,6 +33,14 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
     segment: int = 0
 
 
+class Unwritten(msgspec.Struct, frozen=True, tag="unwritten"):
+    """A block that the same writer said lies here is none: its name was taken. Forget it."""
+
+    key: Key
+    offset: int
+    segment: int = 0
+
+
 class OfferSegment(msgspec.Struct, frozen=True, tag="offer_segment"):
     """The key to the sender's segment, for the addressee alone."""
 
@@ -40,7 +48,7 @@ class OfferSegment(msgspec.Struct, frozen=True, tag="offer_segment"):
     region_key: bytes
 
 
-NodeNote = AskSegment | Written | OfferSegment
+NodeNote = AskSegment | Written | Unwritten | OfferSegment
 
 _encoder = msgspec.msgpack.Encoder()
 _node_decoder: msgspec.msgpack.Decoder[NodeNote] = msgspec.msgpack.Decoder(NodeNote)

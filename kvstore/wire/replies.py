@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvstore.wire.columns import Copy, NodeAddress, Pin, PutOutcome, RefusalReason
+from kvstore.wire.columns import Copy, NodeAddress, Pin, Place, PutOutcome, RefusalReason
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
@@ -85,6 +85,24 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """Which of `Finish.committed` are copies of blocks now."""
 
     stored: list[bool]
+
+
+class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
+    """A place, or None: write with `Allocate` and `Finish` then. `put_s` as of `Allocated`."""
+
+    place: Place | None
+    put_s: float = 0.0
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """What became of a block, and the place that is `Store.following` from now on, if any.
+
+    `FAILED`: the place is not known (any more); nothing was stored by this very request.
+    """
+
+    outcome: PutOutcome
+    place: Place | None
+    put_s: float = 0.0
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
@@ -221,6 +239,8 @@ Reply = (
     | Located
     | Allocated
     | Finished
+    | Reserved
+    | Stored
     | Present
     | Done
     | Refused

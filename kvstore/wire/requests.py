@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvstore.wire.columns import Count, HeldBlocks, Incarnation, Keys, Label, Medium, Pin
+from kvstore.wire.columns import Count, HeldBlocks, Incarnation, Key, Keys, Label, Medium, Pin
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
@@ -157,6 +157,53 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     unsettled: list[int] = []
 
 
+class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
+    """Space for one block whose name is not known yet: see `Store`. Nothing is granted for sure.
+
+    Attributes:
+        client: Who will write.
+        key: Any key of the master that is asked; nothing is stored under it.
+        batch: The client's number of the place, as of `Allocate`.
+        nbytes: Of payload; 0: only `abandoned` is meant.
+        avoid: As of `Allocate`.
+        abandoned: Places that are given back, and those whose replies never came.
+    """
+
+    client: Incarnation
+    key: Key
+    batch: Count = 0
+    nbytes: Count = 0
+    avoid: list[str] = []
+    abandoned: list[int] = []
+
+
+class Store(msgspec.Struct, frozen=True, tag="store"):
+    """Bytes were written into a reserved place: let them be a block, if its name is free.
+
+    Attributes:
+        client: Who wrote.
+        batch: The place's number, which is used up with this request.
+        key: Name.
+        length: Bytes of payload; those of the reservation, but for the padding.
+        checksum: As in `HeldBlocks`.
+        following: Number of the place in the reply: the same one if it was not used, else another
+            of the same size.
+        pin: As of `Allocate`, like all that follows.
+    """
+
+    client: Incarnation
+    batch: Count
+    key: Key
+    length: Annotated[int, msgspec.Meta(gt=0)]
+    checksum: int
+    following: Count
+    pin: Pin = Pin.NONE
+    pin_s: float = 0.0
+    group: Label = ""
+    avoid: list[str] = []
+    abandoned: list[int] = []
+
+
 class Exists(msgspec.Struct, frozen=True, tag="exists"):
     """Which of these are there? Nothing is leased."""
 
@@ -258,6 +305,8 @@ Request = (
     | Release
     | Allocate
     | Finish
+    | Reserve
+    | Store
     | Exists
     | Remove
     | SetPin

@@ -5,6 +5,9 @@ go to quarantine, when its writer is fenced, is too slow, or gives up without kn
 bytes are still under way. Quarantine ends when the writer itself says that the write is over (it
 answers for its own engine), or when its incarnation is certainly dead.
 
+A reserved place is an open copy without a key: a client asked for it ahead of a put. It gets its
+key and is committed in one step (`name`), and ends as other open copies do.
+
 These are the books only; the catalog changes the states of the copies along with them.
 """
 
@@ -21,6 +24,7 @@ from kvstore.master.books.copy_state import OPEN, QUARANTINED
 from kvstore.master.books.copy_table import CopyTable
 
 NO_SOURCE: Final = -1
+NO_KEY: Final = b""  # of a reserved place
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -37,6 +41,7 @@ class PutBatch:
         tenant: Whose they are.
         group: What they go together with.
         source: The row that a planned copy is read from.
+        is_reserved: Its only copy is, or was before it went to quarantine, a reserved place.
         rows: place -> row; places are those of `Allocated.node_idx`.
     """
 
@@ -49,6 +54,7 @@ class PutBatch:
     tenant: int = 0
     group: str = ""
     source: int = NO_SOURCE
+    is_reserved: bool = False
     rows: dict[int, int] = field(default_factory=dict)
 
 
@@ -64,15 +70,20 @@ class OpenPuts:
         self._clients: dict[str, dict[int, PutBatch]] = {}
         self._open: OrderedDict[int, PutBatch] = OrderedDict()  # by id(), in order of opening
         self.writers: dict[bytes, int] = {}  # key -> row of one open copy; read it only
+        self._reserved: set[int] = set()  # rows
+        self.reserved_bytes = 0  # space of those; read it only
 
     def __iter__(self) -> Iterator[PutBatch]:
         return (batch for batches in self._clients.values() for batch in batches.values())
 
     def count_open(self) -> int:
-        """Count the open copies."""
+        """Count the open copies that are being written under a key."""
         state = self._table.state
         return sum(
-            state[row] == OPEN for batch in self._open.values() for row in batch.rows.values()
+            state[row] == OPEN
+            for batch in self._open.values()
+            if not batch.is_reserved
+            for row in batch.rows.values()
         )
 
     def find(self, client: str, batch: int) -> PutBatch | None:
@@ -91,12 +102,49 @@ class OpenPuts:
         assert key not in self.writers, key
         self.writers[key] = row
 
+    # -- reserved places ----------------------------------------------------------------------
+
+    def reserve(self, batch: PutBatch, row: int) -> None:
+        """Enter a batch whose only copy, an open one without a key, is a reserved place."""
+        assert batch.is_reserved, batch
+        assert self._table.keys[row] == NO_KEY, row
+        batch.rows[0] = row
+        self._reserved.add(row)
+        self.reserved_bytes += self._table.space[row]
+        self.add(batch)
+
+    def reserved(self, batch: PutBatch) -> int | None:
+        """Return the row of a reserved place; None if it is none, or not any more."""
+        row = batch.rows.get(0, -1) if batch.is_reserved else -1
+        return row if row in self._reserved else None
+
+    def name(self, row: int, key: bytes) -> None:
+        """Give a reserved place a key that nobody holds: it is committed in the same step."""
+        self._unreserve(row)
+        self._table.keys[row] = key
+
+    def renumber(self, batch: PutBatch, number: int) -> None:
+        """Let a batch have another number, which is not in use."""
+        assert self.find(batch.client, number) is None, batch
+        batches = self._clients[batch.client]
+        del batches[batch.batch]
+        batch.batch = number
+        batches[number] = batch
+
+    def _unreserve(self, row: int) -> None:
+        self._reserved.remove(row)
+        self.reserved_bytes -= self._table.space[row]
+
+    # -- the end ------------------------------------------------------------------------------
+
     def take(self, batch: PutBatch, place: int) -> int | None:
         """Remove a copy that its writer ended, from quarantine too; None if it is unknown."""
         row = batch.rows.pop(place, None)
         if row is None:
             return None
-        if batch.replicas == 1 and self.writers.get(self._table.keys[row]) == row:
+        if row in self._reserved:
+            self._unreserve(row)
+        elif batch.replicas == 1 and self.writers.get(self._table.keys[row]) == row:
             del self.writers[self._table.keys[row]]
         elif self._table.state[row] == OPEN:
             self._let_go(batch, place, row)
@@ -109,6 +157,8 @@ class OpenPuts:
         row = batch.rows.get(place)
         if row is None or self._table.state[row] != OPEN:
             return None
+        if row in self._reserved:
+            self._unreserve(row)
         self._let_go(batch, place, row)
         return row
 
@@ -161,10 +211,14 @@ class OpenPuts:
         for key, row in self.writers.items():
             if row not in open_rows or self._table.keys[row] != key:
                 self._fail(f"{key.hex()} is held by row {row}")
-        if not {self._table.keys[row] for row in open_rows if self._is_put(row)} <= set(
-            self.writers
-        ):
+        puts = {row for row in open_rows if self._is_put(row)} - self._reserved
+        if not {self._table.keys[row] for row in puts} <= set(self.writers):
             self._fail("an open put does not hold its key")
+        for row in self._reserved:
+            if row not in open_rows or self._table.keys[row] != NO_KEY:
+                self._fail(f"row {row} is no reserved place")
+        if self.reserved_bytes != sum(self._table.space[row] for row in self._reserved):
+            self._fail("reserved bytes are miscounted")
 
     def rows(self) -> set[int]:
         """All copies that a writer may still write."""

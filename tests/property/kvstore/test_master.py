@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from configs.schema import Eviction
+from kvstore.master import storing
 from kvstore.master.books.allocator import padded
 from kvstore.master.books.copy_state import OPEN, QUARANTINED
 from kvstore.master.store_master import MasterTiming, StoreMaster
@@ -59,10 +60,15 @@ class MasterMachine(RuleBasedStateMachine):
         self.now = 100.0
         self.committed: dict[bytes, tuple[int, int]] = {}  # key -> (length, checksum)
         self.puts: list[Put] = []
+        self.places: list[Put] = []  # reserved: without a key
         self.leases: dict[int, Lease] = {}
         self.fenced: set[str] = set()
         self.heard: dict[str, float] = {}
         self.batch = 0
+        self.share, storing.RESERVED_SHARE = storing.RESERVED_SHARE, 0.5
+
+    def teardown(self):
+        storing.RESERVED_SHARE = self.share
 
     def step(self, request):
         return self.master.step(request, self.now)
@@ -105,6 +111,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     def forget_ranges(self, node):
         self.puts = [put for put in self.puts if put.node != node]
+        self.places = [place for place in self.places if place.node != node]
         for lease in self.leases.values():
             lease.ranges = [r for r in lease.ranges if r[0] != node]
 
@@ -162,7 +169,7 @@ class MasterMachine(RuleBasedStateMachine):
     def assert_untouched(self, node, offset, length):
         """Nobody who may still write or read there was overruled."""
         mine = range(offset, offset + padded(length))
-        for put in self.puts:
+        for put in self.puts + self.places:
             if put.node == node and not put.over:
                 theirs = range(put.offset, put.offset + padded(put.length))
                 assert max(mine.start, theirs.start) >= min(mine.stop, theirs.stop), put
@@ -207,6 +214,68 @@ class MasterMachine(RuleBasedStateMachine):
         if how == "commit" and reply.stored[0]:
             assert was_open
             self.committed[put.key] = (put.length, put.checksum)
+
+    def granted(self, client, batch, length, place):
+        """Note a reserved place, if there is one."""
+        if place is not None:
+            self.assert_untouched(place.where.node, place.offset, length)
+            mine = Put(client, batch, 0, b"", length, 0, place.where.node, place.offset)
+            self.places.append(mine)
+
+    @rule(client=clients, length=st.sampled_from([1, 64, 100, 200]))
+    def reserve(self, client, length):
+        self.batch += 1
+        request = m.Reserve(client, KEYS[0], self.batch, length)
+        reply = self.tell(client, request)
+        if reply is not None:
+            self.granted(client, self.batch, length, reply.place)
+            assert self.tell(client, request) == reply, "as if the first reply was lost"
+
+    @precondition(lambda self: self.places)
+    @rule(data=st.data(), key=st.sampled_from(KEYS), checksum=st.integers(0, 1), pin=st.booleans())
+    def store_reserved(self, data, key, checksum, pin):
+        """A put in one request, which is sent twice."""
+        place = data.draw(st.sampled_from(self.places))
+        self.batch += 1
+        request = m.Store(
+            place.client, place.batch, key, place.length, checksum, self.batch,
+            m.Pin.HARD if pin else m.Pin.NONE,
+        )  # fmt: skip
+        self.step(m.Observe())
+        was_open, there = self.is_open(place), self.step(m.Exists([key])).flags[0]
+        holder = [put for put in self.open_puts() if put.key == key]
+        reply = self.tell(place.client, request)
+        if reply is None:
+            return
+        self.places.remove(place)
+        if not was_open:
+            assert (reply.outcome, reply.place) == (m.PutOutcome.FAILED, None)
+        elif there:
+            same = self.committed[key] == (place.length, checksum)
+            assert reply.outcome is (m.PutOutcome.EXISTS if same else m.PutOutcome.CONFLICT)
+        else:
+            assert reply.outcome is (m.PutOutcome.IN_PROGRESS if holder else m.PutOutcome.STORED)
+        if reply.outcome is m.PutOutcome.STORED:
+            self.committed[key] = (place.length, checksum)
+        elif was_open:
+            found = (reply.place.where.node, reply.place.offset)
+            assert found == (place.node, place.offset), "what was not used is the writer's still"
+        self.granted(place.client, self.batch, place.length, reply.place)
+        repeated = self.tell(place.client, request)
+        assert (repeated.outcome, repeated.place) == (m.PutOutcome.FAILED, reply.place)
+        finished = self.tell(place.client, m.Finish(place.client, self.batch, [0]))
+        assert finished.stored == [False], "a place without a key is no block"
+
+    @precondition(lambda self: self.places)
+    @rule(data=st.data())
+    def give_back(self, data):
+        place = data.draw(st.sampled_from(self.places))
+        request = m.Reserve(place.client, KEYS[0], abandoned=[place.batch])
+        if self.tell(place.client, request) is None:
+            return
+        self.places.remove(place)
+        late = m.Store(place.client, place.batch, KEYS[0], place.length, 0, self.batch + 1)
+        assert self.tell(place.client, late).outcome is m.PutOutcome.FAILED
 
     @precondition(lambda self: self.committed)
     @rule(client=clients, data=st.data(), beyond=keys)
@@ -268,6 +337,7 @@ class MasterMachine(RuleBasedStateMachine):
         self.leases = {i: lease for i, lease in self.leases.items() if lease.client != name}
         if dead:
             self.puts = [put for put in self.puts if put.client != name]
+            self.places = [place for place in self.places if place.client != name]
 
     @rule(
         seconds=st.sampled_from([0.1, 1.0, 2.5, 3.9, 9.0]), speaking=st.sets(st.sampled_from(NODES))
@@ -302,7 +372,7 @@ class MasterMachine(RuleBasedStateMachine):
     @invariant()
     def ranges_are_kept(self):
         """Open and quarantined puts and leased extents are still somebody's."""
-        for put in self.puts:
+        for put in self.puts + self.places:
             segment = self.master._catalog.pool.find(put.node, 0)
             if segment is not None:
                 table = self.master._catalog.table

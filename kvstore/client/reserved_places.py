@@ -1,0 +1,206 @@
+"""Space in the pool that a client has ahead, for puts of one value in one request.
+
+    take ─▶ bytes are written ─▶ Store ─▶ give: the next place of this size, from the reply
+                                   └────▶ abandon: no reply came; nothing is written there again
+    unused for a moment, the client's end ─▶ given back
+
+Places come from the master, are of one size each and of one master, and must not be written for
+longer than half of what the master waits: after that its space may be somebody else's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from kvstore.errors import KVStoreError
+from kvstore.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+IDLE_S: Final = 0.5
+HELD_BYTES_MAX: Final = 16 << 20
+HELD_MAX: Final = 16  # of one size
+UNTOLD_MAX: Final = 1024
+GIVE_BACK_S: Final = 1.0  # an unreachable master is not waited for longer
+
+Kind = tuple[int, int]  # shard, space
+
+
+class ReservedPlace(NamedTuple):
+    """Where one value may be written.
+
+    Attributes:
+        where: The segment.
+        offset: In it.
+        space: Bytes there.
+        batch: The place's number.
+        until_s: Nothing is begun to be written after this, on the monotonic clock.
+    """
+
+    where: m.NodeAddress
+    offset: int
+    space: int
+    batch: int
+    until_s: float
+
+
+class ReservedPlaces:
+    """Thread-safe. A thread gives back what is not used; it runs while something is held.
+
+    Args:
+        ask: Sends a request to the master, within so many seconds. May raise KVStoreError.
+        client: The client's incarnation.
+    """
+
+    def __init__(self, ask: Callable[[m.Reserve, float], m.Reserved], client: str) -> None:
+        self._ask = ask
+        self._client = client
+        self._changed = threading.Condition()
+        self._places: dict[Kind, list[ReservedPlace]] = {}
+        self._used_s: dict[Kind, float] = {}
+        self._keys: dict[int, bytes] = {}  # any key of each shard
+        self._untold: dict[int, list[int]] = {}  # shard -> numbers that are over
+        self._held_bytes = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def take(self, shard: int, space: int) -> ReservedPlace | None:
+        """Return a place that nobody else writes into, for one put; None if there is none."""
+        kind = shard, space
+        with self._changed:
+            places = self._places.get(kind)
+            if not places:
+                return None
+            now = time.monotonic()
+            place = places.pop()
+            self._held_bytes -= space
+            self._used_s[kind] = now
+            if place.until_s > now:
+                return place
+            self._end(shard, place.batch)
+        return None
+
+    def give(self, shard: int, place: ReservedPlace) -> None:
+        """Keep a place for a later put."""
+        kind = shard, place.space
+        with self._changed:
+            places = self._places.get(kind, [])
+            full = self._held_bytes + place.space > HELD_BYTES_MAX or len(places) >= HELD_MAX
+            if self._closed or full:
+                self._end(shard, place.batch)
+            else:
+                places.append(place)
+                self._places[kind] = places
+                self._held_bytes += place.space
+                self._used_s.setdefault(kind, time.monotonic())
+            self._watch()
+
+    def reserve(self, request: m.Reserve, shard: int, space: int) -> ReservedPlace | None:
+        """Ask for a place; None if there is none. Raises KVStoreError."""
+        with self._changed:
+            if self._closed:
+                return None
+            self._keys[shard] = request.key
+        asked_s = time.monotonic()
+        try:
+            reply = self._ask(request, GIVE_BACK_S)
+        except KVStoreError:
+            self.abandon(shard, request.batch)
+            raise
+        self.told(shard, request.abandoned)
+        if reply.place is None:
+            return None
+        until_s = asked_s + reply.put_s / 2
+        return ReservedPlace(reply.place.where, reply.place.offset, space, request.batch, until_s)
+
+    def abandon(self, shard: int, *batches: int) -> None:
+        """Nothing is or will be written into these; the master is told with the next request."""
+        with self._changed:
+            for batch in batches:
+                self._end(shard, batch)
+            self._watch()
+
+    def untold(self, shard: int) -> list[int]:
+        """Return the numbers that are over and that this master has not been told."""
+        untold = self._untold.get(shard)
+        return list(untold) if untold else []
+
+    def told(self, shard: int, batches: list[int]) -> None:
+        """The master knows of these."""
+        if batches:
+            with self._changed:
+                left = set(self._untold.get(shard, ())).difference(batches)
+                self._untold[shard] = sorted(left)
+
+    def drop(self) -> None:
+        """Use none of the places that are held now; the master is told soon."""
+        with self._changed:
+            self._drop(math.inf)
+            self._watch()
+
+    def close(self) -> None:
+        """Give everything back, and end the thread. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._drop(math.inf)
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    # -- what is not used; the lock is held but in `_run` and `_tell_all` ------------------------
+
+    def _end(self, shard: int, batch: int) -> None:
+        self._untold[shard] = [*self._untold.get(shard, ()), batch][-UNTOLD_MAX:]
+
+    def _drop(self, unused_since_s: float) -> None:
+        for kind in [kind for kind, used_s in self._used_s.items() if used_s <= unused_since_s]:
+            del self._used_s[kind]
+            for place in self._places.pop(kind):
+                self._held_bytes -= place.space
+                self._end(kind[0], place.batch)
+
+    def _drop_expired(self, now: float) -> None:
+        """Of a size in use the youngest places are taken first: others may grow too old."""
+        for kind, places in self._places.items():
+            for place in [place for place in places if place.until_s <= now]:
+                places.remove(place)
+                self._held_bytes -= place.space
+                self._end(kind[0], place.batch)
+
+    def _watch(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="store-places", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._closed:
+                    self._changed.wait(IDLE_S)
+                closed, now = self._closed, time.monotonic()
+                self._drop(now - IDLE_S)
+                self._drop_expired(now)
+                if not closed and not self._places and not any(self._untold.values()):
+                    self._thread = None
+                    return
+            self._tell_all()
+            if closed:
+                return
+
+    def _tell_all(self) -> None:
+        with self._changed:
+            untold = {shard: list(batches) for shard, batches in self._untold.items() if batches}
+        for shard, batches in untold.items():
+            key = self._keys[shard]
+            try:
+                self._ask(m.Reserve(self._client, key, abandoned=batches), GIVE_BACK_S)
+            except KVStoreError as error:
+                logger.debug("places %s not given back: %s", batches, error)
+                continue
+            self.told(shard, batches)

@@ -1,0 +1,284 @@
+"""Puts of one value in one request: the shortest way, where nothing is unusual.
+
+put ─▶ a place is held ahead ─▶ copy and checksum ─▶ Written to the node ─▶ Store ─▶ outcome
+    └▶ none: ask for one if the last puts were of this size        anything else: the long way
+
+Where the segment is mapped here, one pass over the value copies it and computes the checksum of
+what was stored. The long way asks first and sends nothing for a name that is taken; so after such
+an outcome puts of that size go the long way until one is stored again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
+
+import xxhash
+
+from kvstore.client.put_options import DEFAULT, PutOptions
+from kvstore.client.reserved_places import ReservedPlace
+from kvstore.copying import STREAM_BYTES_MIN, copy_with_checksum
+from kvstore.errors import Fenced, KVStoreError, MasterRefused, NodeUnreachable
+from kvstore.shards.plan import shard_of
+from kvstore.values.values import Part, RegionPiece
+from kvstore.wire import messages as m
+from kvstore.wire.messages import HeldBlocks, Pin, PutOutcome
+from kvstore.wire.peer_messages import NodeNote, Unwritten, Written, encode_to_node
+from transfer import Priority, TransferError
+
+if TYPE_CHECKING:
+    from kvstore.client.client_core import ClientCore
+    from kvstore.client.master_map import MasterMap
+    from kvstore.client.reserved_places import ReservedPlaces
+    from kvstore.client.segment_keys import SegmentKeys
+    from kvstore.node.store_node import StoreNode
+
+logger = logging.getLogger(__name__)
+
+QUICK_BYTES_MAX: Final = STREAM_BYTES_MIN - 1  # above, a request more does not matter
+STAGED_BYTES_MAX: Final = 256 << 10  # of what is neither registered nor copied within the host
+SIZES_MAX: Final = 8
+PAUSE_S: Final = 1.0  # after a place was refused
+REACH_S: Final = 5.0
+_UNIT: Final = 64
+
+
+class QuickWrites:
+    """Thread-safe.
+
+    Args:
+        core: The client's operations.
+        link: The way to the masters.
+        segments: Keys to the nodes' segments.
+        places: Held ahead.
+        local_node: The node on the same engine.
+    """
+
+    def __init__(
+        self,
+        core: ClientCore,
+        link: MasterMap,
+        segments: SegmentKeys,
+        places: ReservedPlaces,
+        local_node: StoreNode | None,
+    ) -> None:
+        self._core = core
+        self._link = link
+        self._segments = segments
+        self._places = places
+        self._local_node = local_node
+        self._shards = link.num_shards
+        self._sizes: dict[int, None] = {}  # of what was stored last, the oldest first
+        self._paused_until_s = 0.0
+
+    def put(
+        self, key: bytes, part: Part, options: PutOptions, timeout_s: float | None
+    ) -> PutOutcome | None:
+        """Store one value; None, or FAILED after its bytes were written, if the long way must.
+
+        Args:
+            key: Not salted yet.
+            part: All of its bytes.
+            options: How to store it.
+            timeout_s: For the request to the master.
+
+        Raises:
+            MasterUnavailable: It did not answer.
+            Fenced: This incarnation is out of the cluster.
+        """
+        nbytes = part.nbytes
+        space = -(-nbytes // _UNIT) * _UNIT
+        if space not in self._sizes or not is_plain(options):
+            return None
+        if self._core.tenant.name:
+            (key,) = self._core.tenant.salted((key,))
+        shard = 0 if self._shards == 1 else shard_of(key, self._shards)
+        place = self._places.take(shard, space) or self._reserve(shard, key, space)
+        if place is None:
+            return None
+        checksum = self._write(shard, place, part)
+        if checksum is None:
+            return None
+        held = HeldBlocks(
+            [key], [place.offset], [nbytes], [checksum], [options.pin is Pin.HARD], [],
+            [self._core.tenant.name] if self._core.tenant.name else [],
+            [options.group] if options.group else [],
+        )  # fmt: skip
+        try:
+            self._tell(place.where, Written(held, place.where.segment))
+        except TransferError as error:
+            self._lose(place, error)
+            self._places.abandon(shard, place.batch)
+            return None
+        return self._store(shard, place, key, nbytes, checksum, options, timeout_s)
+
+    def learn(
+        self, nbytes: int, options: PutOptions, outcome: PutOutcome, *, again: bool
+    ) -> PutOutcome:
+        """Take note of what became of a put that went the long way, and return it.
+
+        Args:
+            nbytes: Of the value.
+            options: How it was to be stored.
+            outcome: What became of it.
+            again: Its bytes had been written before, by `put`.
+        """
+        if again and outcome is PutOutcome.EXISTS:  # it was known after all: it is ours
+            self._core.record.count(stored_blocks=1, skipped_blocks=-1)
+            return PutOutcome.STORED
+        usual = outcome is PutOutcome.STORED and nbytes <= QUICK_BYTES_MAX and is_plain(options)
+        if usual and time.monotonic() >= self._paused_until_s:
+            self._sizes[-(-nbytes // _UNIT) * _UNIT] = None
+            if len(self._sizes) > SIZES_MAX:
+                self._sizes.pop(next(iter(self._sizes)), None)
+        return outcome
+
+    def _reserve(self, shard: int, key: bytes, space: int) -> ReservedPlace | None:
+        record = self._core.record
+        request = m.Reserve(
+            record.name,
+            key,
+            record.next_batch(),
+            space,
+            record.avoided(),
+            self._places.untold(shard),
+        )
+        place = None
+        try:
+            place = self._places.reserve(request, shard, space)
+        except Fenced:
+            raise
+        except KVStoreError as error:
+            logger.debug("no place: %s", error)
+        if place is None:
+            self._sizes.pop(space, None)
+            self._paused_until_s = time.monotonic() + PAUSE_S
+        return place
+
+    def _write(self, shard: int, place: ReservedPlace, part: Part) -> int | None:
+        """Write a value and return its checksum; None if that is not possible here."""
+        where, engine = place.where, self._core.engine
+        try:
+            key = self._segments.known(where)
+            if key is None:
+                key = self._segments.get(where, deadline_s=time.monotonic() + REACH_S)
+            mapped = engine.in_place(where.node, key)
+        except (NodeUnreachable, TransferError) as error:
+            self._lose(place, error)
+            self._places.abandon(shard, place.batch)
+            return None
+        if mapped is not None:
+            start, nbytes = place.offset, part.nbytes
+            if start < 0 or nbytes > len(mapped.array) - start:
+                self._places.abandon(shard, place.batch)
+                return None  # the long way says what is wrong
+            if isinstance(part, RegionPiece):
+                source, first = part.region.array, part.offset
+            else:
+                source, first = part, 0
+            checksum = copy_with_checksum(mapped.array, start, source, first, nbytes)
+            mapped.wrote_bytes(nbytes)
+            return checksum
+        if not isinstance(part, RegionPiece) and part.nbytes > STAGED_BYTES_MAX:
+            self._places.abandon(shard, place.batch)
+            self._sizes.pop(place.space, None)
+            self._paused_until_s = time.monotonic() + PAUSE_S
+            return None
+        with ExitStack() as stack:
+            if not isinstance(part, RegionPiece):
+                buffer = stack.enter_context(self._core.staging.borrow(part.nbytes))
+                buffer.array[: part.nbytes] = part
+                part = RegionPiece(buffer, 0, part.nbytes)
+            first, end = part.offset, part.offset + part.nbytes
+            checksum = xxhash.xxh3_64_intdigest(part.region.array.data[first:end])
+            try:
+                engine.write(
+                    where.node, part.region, key, first, place.offset, part.nbytes,
+                    priority=Priority.KV_PUT,
+                ).wait()  # fmt: skip
+            except TransferError as error:
+                # Bytes may be under way: the place is left to the master's patience.
+                self._lose(place, error)
+                return None
+        return checksum
+
+    def _store(
+        self,
+        shard: int,
+        place: ReservedPlace,
+        key: bytes,
+        nbytes: int,
+        checksum: int,
+        options: PutOptions,
+        timeout_s: float | None,
+    ) -> PutOutcome:
+        record, places = self._core.record, self._places
+        following, untold = record.next_batch(), places.untold(shard)
+        request = m.Store(
+            record.name, place.batch, key, nbytes, checksum, following,
+            options.pin, options.pin_s, options.group, record.avoided(), untold,
+        )  # fmt: skip
+        asked_s = time.monotonic()
+        try:
+            reply = self._link.ask(request, m.Stored, timeout_s=timeout_s)
+        except MasterRefused as error:  # a new one, perhaps, that does not know us
+            logger.debug("not stored: %s", error)
+            places.abandon(shard, place.batch, following)
+            return PutOutcome.FAILED
+        except KVStoreError:
+            places.abandon(shard, place.batch, following)
+            raise
+        places.told(shard, untold)
+        outcome, granted = reply.outcome, reply.place
+        if granted is not None:
+            until_s = asked_s + reply.put_s / 2
+            places.give(
+                shard,
+                ReservedPlace(granted.where, granted.offset, place.space, following, until_s),
+            )
+        if outcome is PutOutcome.STORED:
+            record.count(stored_blocks=1)
+            return outcome
+        if outcome is PutOutcome.FAILED:  # repeated, too late, or by a master that knows nothing
+            if granted is not None and (granted.where, granted.offset) == place[:2]:
+                self._forget(place, key)
+            return outcome
+        self._forget(place, key)
+        self._sizes.pop(place.space, None)
+        record.count(skipped_blocks=1)
+        return outcome
+
+    def _forget(self, place: ReservedPlace, key: bytes) -> None:
+        """Let the node know that what is written there is no block: its name was taken."""
+        note = Unwritten(key, place.offset, place.where.segment)
+        try:
+            self._tell(place.where, note)
+        except TransferError as error:
+            self._lose(place, error)
+            try:
+                self._segments.get(place.where, deadline_s=time.monotonic() + REACH_S)
+                self._tell(place.where, note)
+            except (NodeUnreachable, TransferError) as again:
+                logger.warning("%s remembers %s: %s", place.where.node, key.hex(), again)
+
+    def _tell(self, where: m.NodeAddress, note: NodeNote) -> None:
+        payload = encode_to_node(note)
+        if where.node == self._core.engine.name and self._local_node is not None:
+            self._local_node.on_notify(where.node, payload)
+        else:
+            self._core.engine.notify(where.node, payload)
+
+    def _lose(self, place: ReservedPlace, error: Exception) -> None:
+        logger.info("not written to %s: %s", place.where.node, error)
+        self._segments.forget(place.where.node)
+        self._core.record.shun([place.where.node])
+
+
+def is_plain(options: PutOptions) -> bool:
+    """Tell whether a value can be stored in one request as far as its options go."""
+    if options is DEFAULT:
+        return True
+    unusual = options.chunk_bytes or options.media or options.prefer
+    return options.replicas == 1 and not unusual
