@@ -93,7 +93,7 @@ def copy_with_checksums(
 def copy_with_checksum(
     target: Bytes, target_offset: int, source: Bytes, source_offset: int, nbytes: int
 ) -> int:
-    """Copy one piece; otherwise as `copy_with_checksums`, with less around it."""
+    """Copy one piece that is not read at once; otherwise as `copy_with_checksums`."""
     if compiled is not None and nbytes > _native.SHORT_BYTES:
         sums = _native.copy_summed(
             target.__array_interface__["data"][0],
@@ -101,6 +101,7 @@ def copy_with_checksum(
             np.array((target_offset,), dtype=np.int64),
             np.array((source_offset,), dtype=np.int64),
             np.array((nbytes,), dtype=np.int64),
+            WRITE_STREAM_BYTES_MIN,
         )
         return int.from_bytes(sums, sys.byteorder)
     target[target_offset : target_offset + nbytes] = source[source_offset : source_offset + nbytes]

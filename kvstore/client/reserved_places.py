@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from kvstore.client.writes_under_way import Target
 from kvstore.errors import KVStoreError
 from kvstore.wire import messages as m
 
@@ -137,10 +138,10 @@ class ReservedPlaces:
                 left = set(self._untold.get(shard, ())).difference(batches)
                 self._untold[shard] = sorted(left)
 
-    def drop(self) -> None:
-        """Use none of the places that are held now; the master is told soon."""
+    def let_go(self, target: Target) -> None:
+        """Use no place in a segment that is held now; see `WritesUnderWay.on_question`."""
         with self._changed:
-            self._drop(math.inf)
+            self._drop_where(lambda place: (place.where.node, place.where.segment) == target)
             self._watch()
 
     def close(self) -> None:
@@ -165,10 +166,9 @@ class ReservedPlaces:
                 self._held_bytes -= place.space
                 self._end(kind[0], place.batch)
 
-    def _drop_expired(self, now: float) -> None:
-        """Of a size in use the youngest places are taken first: others may grow too old."""
+    def _drop_where(self, unwanted: Callable[[ReservedPlace], bool]) -> None:
         for kind, places in self._places.items():
-            for place in [place for place in places if place.until_s <= now]:
+            for place in [place for place in places if unwanted(place)]:
                 places.remove(place)
                 self._held_bytes -= place.space
                 self._end(kind[0], place.batch)
@@ -185,7 +185,8 @@ class ReservedPlaces:
                     self._changed.wait(IDLE_S)
                 closed, now = self._closed, time.monotonic()
                 self._drop(now - IDLE_S)
-                self._drop_expired(now)
+                # Of a size in use the youngest is taken first: others may grow too old.
+                self._drop_where(lambda place: place.until_s <= time.monotonic())
                 if not closed and not self._places and not any(self._untold.values()):
                     self._thread = None
                     return

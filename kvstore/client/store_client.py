@@ -98,6 +98,7 @@ class StoreClient:
             lambda request, timeout_s: self._link.ask(request, m.Reserved, timeout_s=timeout_s),
             engine.name,
         )
+        self.core.under_way.on_question(self.places.let_go)
 
     def quick_reads(self) -> QuickReads:
         """Return the short way of single gets, with its own hot places."""

@@ -19,7 +19,7 @@ from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.open_puts import NO_KEY, PutBatch
 from kvstore.master.books.tenants import Tenant
 from kvstore.master.timing import MasterTiming
-from kvstore.master.transition import Transition, are_checksums, malformed, not_entered
+from kvstore.master.transition import NEVER, Transition, are_checksums, malformed, not_entered
 from kvstore.master.writing import compare
 from kvstore.wire import messages as m
 
@@ -45,8 +45,9 @@ class Storing:
         """Return what carries out which type of request."""
         return {m.Reserve: self._reserve, m.Store: self._store}
 
-    def advance(self, now: float) -> None:
-        """Nothing is due: `Writing` quarantines what is reserved for too long."""
+    def advance(self, now: float) -> float:
+        """Nothing is due here: `Writing` quarantines what is reserved for too long."""
+        return NEVER
 
     def _reserve(self, request: m.Reserve, now: float) -> m.Reply:
         tenant = self._catalog.tenants.acting(request.client)

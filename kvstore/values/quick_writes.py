@@ -19,7 +19,7 @@ import xxhash
 
 from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.reserved_places import ReservedPlace
-from kvstore.copying import STREAM_BYTES_MIN, copy_with_checksum
+from kvstore.copying import copy_with_checksum
 from kvstore.errors import Fenced, KVStoreError, MasterRefused, NodeUnreachable
 from kvstore.shards.plan import shard_of
 from kvstore.values.values import Part, RegionPiece
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from kvstore.client.master_map import MasterMap
     from kvstore.client.reserved_places import ReservedPlaces
     from kvstore.client.segment_keys import SegmentKeys
+    from kvstore.client.writes_under_way import WriteUnderWay
     from kvstore.node.store_node import StoreNode
 
 logger = logging.getLogger(__name__)
 
-QUICK_BYTES_MAX: Final = STREAM_BYTES_MIN - 1  # above, a request more does not matter
+QUICK_BYTES_MAX: Final = (4 << 20) - 1  # above, a request more does not matter
 STAGED_BYTES_MAX: Final = 256 << 10  # of what is neither registered nor copied within the host
 SIZES_MAX: Final = 8
 PAUSE_S: Final = 1.0  # after a place was refused
@@ -95,10 +96,24 @@ class QuickWrites:
         if self._core.tenant.name:
             (key,) = self._core.tenant.salted((key,))
         shard = 0 if self._shards == 1 else shard_of(key, self._shards)
+        # Of all segments until the end: the reply may bring a place in any.
+        with self._core.under_way.begin() as write:
+            return self._put(shard, key, part, options, timeout_s, write)
+
+    def _put(
+        self,
+        shard: int,
+        key: bytes,
+        part: Part,
+        options: PutOptions,
+        timeout_s: float | None,
+        write: WriteUnderWay,
+    ) -> PutOutcome | None:
+        nbytes, space = part.nbytes, -(-part.nbytes // _UNIT) * _UNIT
         place = self._places.take(shard, space) or self._reserve(shard, key, space)
         if place is None:
             return None
-        checksum = self._write(shard, place, part)
+        checksum = self._write(shard, place, part, write)
         if checksum is None:
             return None
         held = HeldBlocks(
@@ -157,7 +172,9 @@ class QuickWrites:
             self._paused_until_s = time.monotonic() + PAUSE_S
         return place
 
-    def _write(self, shard: int, place: ReservedPlace, part: Part) -> int | None:
+    def _write(
+        self, shard: int, place: ReservedPlace, part: Part, write: WriteUnderWay
+    ) -> int | None:
         """Write a value and return its checksum; None if that is not possible here."""
         where, engine = place.where, self._core.engine
         try:
@@ -200,6 +217,9 @@ class QuickWrites:
                 ).wait()  # fmt: skip
             except TransferError as error:
                 # Bytes may be under way: the place is left to the master's patience.
+                target = where.node, where.segment
+                write.granted((target,), put_s=2 * (place.until_s - time.monotonic()))
+                write.end((target,))
                 self._lose(place, error)
                 return None
         return checksum

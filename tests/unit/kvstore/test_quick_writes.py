@@ -394,3 +394,34 @@ def test_a_place_for_each_of_several_masters(stack, monkeypatch, patient):
     assert held == [SIZE, SIZE]
     pool.store.close()
     assert [master.statistics().open_bytes for master in pool.masters] == [0, 0]
+
+
+def test_who_asks_for_rest_hears_of_it_when_no_place_is_written_any_more(
+    stack, monkeypatch, patient
+):
+    pool = Pool(stack)
+    warm(pool.store)
+    under_way = pool.store.client.core.under_way
+    ((place,),) = pool.store.client.places._places.values()
+    target, told = (place.where.node, place.where.segment), []
+    requests = Requests(pool.store, monkeypatch)
+    under_way.when_at_rest(target, 1, lambda: told.append(1))
+    assert told == [1]
+    assert pool.store.put(secrets.token_bytes(16), value()) is STORED
+    assert requests.take() == ["Reserve", "Store"], "what was held is not used"
+
+    def ask(request):
+        if isinstance(request, m.Store):  # its reply brings another place
+            under_way.when_at_rest(target, 2, lambda: told.append(2))
+            assert told == [1]
+
+    requests.before = ask
+    assert pool.store.put(secrets.token_bytes(16), value()) is STORED
+    assert told == [1, 2]
+    requests.before = None
+    requests.take()
+    assert pool.store.put(secrets.token_bytes(16), value()) is STORED
+    assert requests.take() == ["Reserve", "Store"], "nor what came meanwhile"
+    assert under_way.num_live() == 0
+    pool.store.close()
+    assert pool.master.statistics().open_bytes == 0
