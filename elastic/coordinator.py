@@ -117,6 +117,7 @@ class Coordinator:
             member=member,
             clock=clock,
         )
+        self._told: View | None = None  # the view that was last returned to the caller
         self._stall_told_at = float("-inf")
         self._stopping = False
         self.last_change: ViewChange | None = None
@@ -195,7 +196,7 @@ class Coordinator:
         idle = machine.phase is Phase.SERVING and machine.wake_at is None
         if idle and inbox.empty and inbox.interrupted_at is None:
             return None
-        before = self._effects.installed
+        before = self._told
         after = self._settle()
         return None if after is before else after
 
@@ -256,7 +257,8 @@ class Coordinator:
         """Step until nothing is under way; return the installed view."""
         started = self._clock()
         limit_s = 4 * self._config.install_timeout_s + self._config.bootstrap_timeout_s
-        epoch = 0 if self._effects.installed is None else self._effects.installed.epoch
+        # Not that of the view installed last: taking in what was there may have installed one.
+        epoch = 0 if self._told is None else self._told.epoch
         noticed = self._inbox.interrupted_at or started
         while not self._try_finish(epoch):
             self._check_not_stopped()
@@ -274,6 +276,7 @@ class Coordinator:
         assert view is not None
         if view.epoch != epoch:
             self._note_change(view, noticed)
+        self._told = view
         return view
 
     def _try_finish(self, epoch: int) -> bool:

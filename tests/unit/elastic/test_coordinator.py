@@ -61,6 +61,7 @@ class Worker:
         self.load_hook: Callable[[View], None] = lambda view: load_hook(self, view)
         self.stop = threading.Event()
         self.leave = threading.Event()
+        self.busy = threading.Event()  # in a pass that takes long
         self.accuse: tuple[int, ...] | None = None
         self.prepared = 0
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -88,7 +89,9 @@ class Worker:
         try:
             self.views.append(self.coordinator.join())
             while not self.stop.is_set():
-                if self.accuse is not None:
+                if self.busy.is_set():
+                    pass
+                elif self.accuse is not None:
                     suspects, self.accuse = self.accuse, None
                     self.views.append(self.coordinator.report(suspects, "no message"))
                 elif self.leave.is_set():
@@ -243,6 +246,37 @@ def test_report_without_reason_makes_a_new_epoch_of_the_same_members(four: Clust
         time.sleep(0.005)
     view = four.settle(four.workers, (0, 1, 2, 3))
     assert view.epoch == 2
+
+
+def test_a_pass_dropped_because_the_others_went_on_costs_no_view_of_its_own(four: Cluster) -> None:
+    late = four.workers[2]
+    late.busy.set()
+    joiner = four.start(4)
+    others = [worker for worker in four.workers if worker is not late]
+    inbox = late.coordinator._inbox
+    deadline = time.monotonic() + 30
+    # One announcement and four offers: all that it takes to install the view at once.
+    while (
+        any(worker.coordinator._machine.waiting_for != (2,) for worker in others)
+        or inbox._events.qsize() < 5
+        or inbox.interrupted_at is None
+    ):
+        assert time.monotonic() < deadline, [w.coordinator._machine.waiting_for for w in others]
+        time.sleep(0.002)
+    late.accuse = ()  # "a write of mine was refused": the windows of the old view are gone
+    late.busy.clear()
+    assert four.settle(four.workers, (0, 1, 2, 3, 4)).epoch == 2
+    assert [view.epoch for view in late.views] == [1, 2]
+    assert [view.epoch for view in joiner.views] == [2]
+    change = late.coordinator.last_change
+    assert change is not None
+    assert change.epoch == 2
+    late.accuse = ()  # nor is the next one mistaken for it
+    deadline = time.monotonic() + 30
+    while (view := four.store.read()) is None or view.epoch != 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    assert four.settle(four.workers, (0, 1, 2, 3, 4)).epoch == 3
 
 
 def test_removed_member_learns_it(four: Cluster) -> None:
