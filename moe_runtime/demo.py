@@ -210,8 +210,12 @@ async def run_demo(cluster: LocalCluster, *, num_streams: int, max_tokens: int) 
 
 @click.command("demo")
 @config_options(default_preset="example")
-@click.option("--streams", default=6, show_default=True, help="Streams at once.")
-@click.option("--tokens", default=200, show_default=True, help="Tokens per stream.")
+@click.option(
+    "--streams", type=click.IntRange(1, 256), default=6, show_default=True, help="Streams at once."
+)
+@click.option(
+    "--tokens", type=click.IntRange(16), default=200, show_default=True, help="Tokens per stream."
+)
 def demo_command(streams: int, tokens: int, **options: object) -> None:
     """Kill a worker in mid-stream and compare every stream with its undisturbed run."""
     from moe_runtime.serve import LocalCluster

@@ -27,12 +27,15 @@ DEPENDENCIES = (
     "torch", "numpy", "pydantic", "safetensors", "tokenizers", "fastapi", "uvicorn", "pyzmq",
     "msgspec", "xxhash",
 )  # fmt: skip
-#: import name, extra, what it is for. None of it is in this version: nothing is lost without them.
+#: import name, extra, what it is for. Everything else works without them.
 EXTRAS = (
-    ("triton", "gpu", "kernels on GPUs"),
-    ("pyverbs", "rdma", "transfers over RDMA"),
-    ("deepspeed", "deepspeed", "DeepSpeed-MoE layers"),
+    ("triton", "gpu", "the kernels of dispatch for tensors on GPUs"),
+    ("pyverbs", "rdma", "transfers over RDMA; the system's own, it has to match its rdma-core"),
+    ("deepspeed", "deepspeed", "reading SSD segments of the KV store with DeepNVMe"),
     ("etcd3gw", "etcd", "election of the KV store's masters in etcd"),
+)
+#: the same, of what this version does not have yet
+PLANNED = (
     ("vllm", "vllm", "the vLLM connector"),
     ("sglang", "sglang", "the SGLang storage backend"),
 )
@@ -99,9 +102,12 @@ def _origins() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     for module, extra, purpose in EXTRAS:
         present = importlib.util.find_spec(module) is not None
-        detail = f"extra [{extra}] for {purpose}: planned, {__version__} does not use it"
         verdict = Verdict.OK if present else Verdict.NOTE
-        yield Finding(verdict, module, f"{'present' if present else 'absent'}; {detail}")
+        detail = f"{'present' if present else 'absent'}; extra [{extra}], for {purpose}"
+        yield Finding(verdict, module, detail)
+    for module, extra, purpose in PLANNED:
+        detail = f"extra [{extra}] for {purpose}: planned, {__version__} does not use it"
+        yield Finding(Verdict.NOTE, module, detail)
 
 
 def _processors() -> Iterator[Finding]:

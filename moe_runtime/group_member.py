@@ -84,4 +84,3 @@ class WorkerMember:
     def install(self, view: View, offers: Mapping[int, bytes]) -> None:
         """Every member's windows are in hand: passes of this epoch may start."""
         self._dispatcher.install(offers)
-        logger.info("epoch %d: ranks %s", view.epoch, [member.rank for member in view.members])

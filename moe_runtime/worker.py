@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from elastic import MembershipStore
     from moe_runtime.incarnation import Incarnation, Surroundings, Weights
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("moe_runtime.worker")  # also when it is __main__
 
 FRONT_KEY = "front/control"
 MASTER_KEY = "kvstore/master"

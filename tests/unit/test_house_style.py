@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ BANNED_TEXT = (
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ""}
 
 
+@cache
 def tracked() -> list[Path]:
     """Files of the repository: tracked, or about to be."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -54,14 +56,27 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Those that a rule looks at; most of a tree are names and numbers."""
+    wanted = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Call)
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return [node for node in ast.walk(tree) if isinstance(node, wanted)]
+
+
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
 
 def long_lines(path: Path) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = text_of(path).splitlines()
     return [f"{shown(path)}:{i}" for i, line in enumerate(lines, 1) if len(line) > COLUMNS_MAX]
 
 
@@ -73,7 +88,7 @@ def oversized_modules(paths: list[Path]) -> list[str]:
             limit = KERNEL_LINES_MAX
         elif "tests" in path.parts:
             limit = TEST_LINES_MAX
-        count = len(path.read_text(encoding="utf-8").splitlines())
+        count = len(text_of(path).splitlines())
         if count > limit:
             found.append(f"{shown(path)}: {count} lines, at most {limit}")
     return found
@@ -95,7 +110,7 @@ def printing(paths: list[Path]) -> list[str]:
     return [
         f"{shown(path)}:{node.lineno}"
         for path in paths
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"
@@ -106,7 +121,7 @@ def banned_text(paths: list[Path]) -> list[str]:
     pattern = re.compile("|".join(BANNED_TEXT), re.MULTILINE)
     found = []
     for path in paths:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = text_of(path)
         lines = {text.count("\n", 0, match.start()) + 1 for match in pattern.finditer(text)}
         found.extend(f"{shown(path)}:{line}" for line in sorted(lines))
     return found

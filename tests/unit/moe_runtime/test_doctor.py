@@ -35,14 +35,14 @@ def test_what_it_says_is_true() -> None:
     assert found["package dispatch"].detail == str(ROOT / "dispatch")
     assert found["cores"].detail.startswith(f"{len(os.sched_getaffinity(0))} usable")
     assert set(found) >= {"memory", "memfd", "transparent huge pages", "loopback"}
-    for name, extra, _ in doctor.EXTRAS:
+    for name, extra, _ in doctor.EXTRAS + doctor.PLANNED:
         assert f"[{extra}]" in found[name].detail
 
 
 def test_extras_are_those_of_the_project() -> None:
     metadata = importlib.metadata.metadata("moe-runtime")
     extras = set(metadata.get_all("Provides-Extra") or ()) - {"dev"}
-    assert {extra for _, extra, _ in doctor.EXTRAS} == extras
+    assert {extra for _, extra, _ in doctor.EXTRAS + doctor.PLANNED} == extras
 
 
 def test_no_memfd_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
