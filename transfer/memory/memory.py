@@ -11,8 +11,8 @@ import bisect
 import contextlib
 import ctypes
 import errno
-import functools
 import fcntl
+import functools
 import mmap
 import os
 import platform
