@@ -18,7 +18,8 @@ import zmq
 
 from transfer.curve import secure_client, secure_server
 from transfer.errors import ControlError, RemoteError, RpcTimeout
-from transfer.local_rpc import ANYWHERE, Exchange, Line, is_ours, socket_name
+from transfer.local_exchange import Exchange
+from transfer.local_rpc import ANYWHERE, Line, is_ours, socket_name
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ _OK, _FAILED = b"\0", b"\1"
 
 __all__ = [
     "MESSAGE_BYTES_MAX",
+    "ClientClosed",
     "RpcClient",
     "RpcServer",
     "read_reply",
@@ -55,20 +57,19 @@ def _parse_failure(data: bytes) -> _Failure:
         raise ControlError(f"malformed failure from the server: {error}") from error
 
 
-def read_reply(frames: list[bytes], address: str) -> bytes:
-    """Return what a server answered: request id | reply.
+def read_reply(reply: bytes, address: str) -> bytes:
+    """Return what a server answered.
 
     Raises:
         RemoteError: The handler raised.
         ControlError: It is no reply.
     """
-    reply = frames[1] if len(frames) == 2 else b""
-    if reply[:1] == _FAILED:
-        failure = _parse_failure(reply[1:])
-        raise RemoteError(failure.kind, failure.detail)
-    if reply[:1] != _OK:
-        raise ControlError(f"malformed reply of {len(frames)} frames from {address}")
-    return reply[1:]
+    if reply.startswith(_OK):
+        return reply[1:]
+    if not reply.startswith(_FAILED):
+        raise ControlError(f"malformed reply from {address}")
+    failure = _parse_failure(reply[1:])
+    raise RemoteError(failure.kind, failure.detail)
 
 
 class RpcServer:
@@ -168,6 +169,10 @@ class RpcServer:
                 return _FAILED + _encode_failure(_Failure(type(error).__name__, str(error)))
 
 
+class ClientClosed(ControlError):
+    """The client of a server is closed: nothing was asked."""
+
+
 class RpcClient:
     """Sends requests to one server. Thread-safe: requests of several threads take turns.
 
@@ -178,7 +183,7 @@ class RpcClient:
     """
 
     def __init__(self, address: str, secret: bytes, *, identity: str) -> None:
-        self._address = address
+        self.address = address
         self._secret = secret
         self._identity = identity
         self._lock = threading.Lock()
@@ -195,34 +200,53 @@ class RpcClient:
         Raises:
             RpcTimeout: No reply in time; the request may have been carried out.
             RemoteError: The handler raised.
-            ControlError: The client is closed; or the server ended before it answered, and the
+            ClientClosed: Nothing was asked.
+            ControlError: The request is too long; or the server ended before it answered, and the
                 request may have been carried out.
         """
         deadline = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=timeout_s):
-            raise RpcTimeout(self._address, timeout_s)
+        if not self._lock.acquire(False) and not self._lock.acquire(timeout=max(0.0, timeout_s)):
+            raise RpcTimeout(self.address, timeout_s)
         try:
+            if self._closed:
+                raise ClientClosed(f"the client of {self.address} is closed")
+            if len(payload) > MESSAGE_BYTES_MAX:
+                raise ControlError(f"a request of {len(payload)} bytes to {self.address}")
             reply = self._ask_locally(payload, deadline, timeout_s)
             if reply is None:
                 reply = self._request(payload, deadline, timeout_s)
-            if reply[:1] == _FAILED:
-                failure = _parse_failure(reply[1:])
-                raise RemoteError(failure.kind, failure.detail)
-            if reply[:1] != _OK:
-                raise ControlError(f"malformed reply from {self._address}")
-            return reply[1:]
         finally:
             self._lock.release()
+            if self._closed:  # `retire` found us busy
+                self._free_if_idle()
+        return read_reply(reply, self.address)
 
     def close(self) -> None:
-        """Free the socket; idempotent."""
+        """Take no further requests, and free the socket; idempotent. Waits for one under way."""
+        self._closed = True
         with self._lock:
-            self._closed = True
-            self._hang_up()
-            self._drop_socket()
-            if self._context is not None:
-                self._context.term()
-                self._context = None
+            self._free()
+
+    def retire(self) -> None:
+        """Take no further requests. Does not wait: the socket goes with the one under way."""
+        self._closed = True
+        self._free_if_idle()
+
+    def _free_if_idle(self) -> None:
+        if self._lock.acquire(blocking=False):
+            try:
+                self._free()
+            finally:
+                self._lock.release()
+
+    def _free(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        self._drop_socket()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
 
     def _request(self, payload: bytes, deadline: float, timeout_s: float) -> bytes:
         socket = self._connected()
@@ -233,7 +257,7 @@ class RpcClient:
             left_ms = int((deadline - time.monotonic()) * 1e3)
             if left_ms < 0 or not socket.poll(left_ms):
                 self._drop_socket()
-                raise RpcTimeout(self._address, timeout_s)
+                raise RpcTimeout(self.address, timeout_s)
             frames = socket.recv_multipart()
             if frames[0] == request_id:
                 break
@@ -241,23 +265,23 @@ class RpcClient:
 
     def _ask_locally(self, payload: bytes, deadline: float, timeout_s: float) -> bytes | None:
         """Ask a server of this host; None if there is none, and nothing was asked."""
-        if self._closed:
-            return None
         try:
             for _ in range(2):  # a line to a server that is gone tells so at the first use
-                known = self._line
-                line = known or self._find_line(deadline)
+                line = self._line or self._find_line(deadline)
                 if line is None:
                     return None
-                if line.send(payload, deadline):
-                    return line.receive(MESSAGE_BYTES_MAX, deadline)
-                self._hang_up()
+                self._line = reply = None  # kept only if it is fit for a next request
+                try:
+                    reply = line.ask(payload, MESSAGE_BYTES_MAX, deadline)
+                finally:
+                    if reply is None:
+                        line.close()
+                    else:
+                        self._line = line
+                if reply is not None:
+                    return reply
         except TimeoutError as error:
-            self._hang_up()
-            raise RpcTimeout(self._address, timeout_s) from error
-        except ControlError:
-            self._hang_up()
-            raise
+            raise RpcTimeout(self.address, timeout_s) from error
         return None
 
     def _find_line(self, deadline: float) -> Line | None:
@@ -265,25 +289,18 @@ class RpcClient:
         if self._socket is not None and now < self._look_at:
             return None
         self._look_at = now + _LOOK_AGAIN_S
-        host, _, port = self._address.rpartition(":")
+        host, _, port = self.address.rpartition(":")
         if not is_ours(host):
             return None
-        for address in (self._address, f"{ANYWHERE[0]}:{port}"):
+        for address in (self.address, f"{ANYWHERE[0]}:{port}"):
             name = socket_name(address, self._secret)
-            self._line = Line.open(name, self._secret, self._identity, deadline)
-            if self._line is not None:
+            line = Line.open(name, self._secret, self._identity, deadline)
+            if line is not None:
                 self._drop_socket()
-                break
-        return self._line
-
-    def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+                return line
+        return None
 
     def _connected(self) -> zmq.Socket[bytes]:
-        if self._closed:
-            raise ControlError(f"the client of {self._address} is closed")
         if self._context is None:
             self._context = zmq.Context()
         if self._socket is None:
@@ -291,7 +308,7 @@ class RpcClient:
             socket.linger = 0
             socket.maxmsgsize = MESSAGE_BYTES_MAX
             secure_client(socket, self._secret, identity=self._identity)
-            socket.connect(f"tcp://{self._address}")
+            socket.connect(f"tcp://{self.address}")
             self._socket = socket
         return self._socket
 

@@ -249,7 +249,8 @@ class RpcFanOut:
                 continue  # too late
             sent, idx = found
             try:
-                sent.settle(idx, read_reply(frames, sent.calls[idx][0]))
+                reply = frames[1] if len(frames) == 2 else b""
+                sent.settle(idx, read_reply(reply, sent.calls[idx][0]))
             except ControlError as error:
                 sent.settle(idx, error)
 

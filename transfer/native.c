@@ -45,6 +45,7 @@
 #include "compiled/in_place.c"
 #include "compiled/served.c"
 #include "compiled/server_type.c"
+#include "compiled/local_line.c"
 
 #define FAST(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, name##_doc}
 
@@ -69,7 +70,8 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void)
 {
     static PyTypeObject *const types[] = {&lane_type,    &rail_load_type, &books_type,
-                                          &message_type, &short_way_type, &server_type};
+                                          &message_type, &short_way_type, &server_type,
+                                          &local_line_type};
     if (!make_names())
         return NULL;
     PyObject *module = PyModule_Create(&definition);

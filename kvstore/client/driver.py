@@ -6,14 +6,17 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.client.steps import Ask, Effect, Move, Pause, Reach, Steps
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, MasterRefused
+from kvstore.wire import messages as m
 from transfer import TransferError
 
 if TYPE_CHECKING:
+    from kvstore.client.master_access import MasterAccess
     from kvstore.client.master_map import MasterMap
     from kvstore.client.segment_keys import SegmentKeys
 
 T = TypeVar("T")
+ReplyT = TypeVar("ReplyT", bound=m.Reply)
 
 
 class Driver:
@@ -42,6 +45,20 @@ class Driver:
                 result, error = self.perform(effect), None
             except (KVStoreError, TransferError) as failure:
                 result, error = None, failure
+
+    def ask(
+        self,
+        access: MasterAccess,
+        request: m.Request,
+        expected: type[ReplyT],
+        *,
+        timeout_s: float | None = None,
+    ) -> ReplyT:
+        """Ask the master, as `access.ask` does, without its steps while nothing is unusual."""
+        try:
+            return self._link.ask(request, expected, timeout_s=timeout_s)
+        except MasterRefused as error:
+            return self.run(access.ask_again(error, request, expected, timeout_s=timeout_s))
 
     def perform(self, effect: Effect) -> object:
         """Do what one step waits for, and return its result."""

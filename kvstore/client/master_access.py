@@ -56,8 +56,19 @@ class MasterAccess:
         try:
             return (yield from ask(request, expected, timeout_s=timeout_s))
         except MasterRefused as error:
-            if error.reason != m.RefusalReason.NOT_ENTERED or not self._tenant.name:
-                raise self._explained(error) from error
+            return (yield from self.ask_again(error, request, expected, timeout_s=timeout_s))
+
+    def ask_again(
+        self,
+        error: MasterRefused,
+        request: m.Request,
+        expected: type[ReplyT],
+        *,
+        timeout_s: float | None = None,
+    ) -> Steps[ReplyT]:
+        """Enter and ask again what was refused with this error, if that may help. As `ask`."""
+        if error.reason != m.RefusalReason.NOT_ENTERED or not self._tenant.name:
+            raise self._explained(error) from error
         yield from self.enter(timeout_s=timeout_s)
         return (yield from ask(request, expected, timeout_s=timeout_s))
 

@@ -96,13 +96,17 @@ class MasterMap:
             Fenced: The sender's incarnation is out of the cluster.
             MasterRefused: The request is not legal.
         """
-        deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        left_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + left_s
         while True:
-            answer = self._answer(request, max(0.001, deadline_s - time.monotonic()))
+            answer = self._answer(request, left_s)
             reply = expect(request, answer.reply, expected)
-            if isinstance(reply, m.Allocated) and (answer.settling or answer.rebuilding):
+            if not (answer.settling or answer.rebuilding):
+                return reply
+            if isinstance(reply, m.Allocated):
                 return replace(reply, provisional=True)
-            if not _may_find_more(request, answer) or time.monotonic() + PAUSE_S >= deadline_s:
+            left_s = deadline_s - time.monotonic() - PAUSE_S
+            if left_s <= 0 or not _may_find_more(request, answer):
                 return reply
             self._give_back(request, reply)
             time.sleep(PAUSE_S)

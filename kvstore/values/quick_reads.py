@@ -111,7 +111,7 @@ class QuickReads:
         asked_s = time.monotonic()
         request = m.Lookup(record.name, self._core.names([key]), record.avoided(), True)
         try:
-            reply = self._driver.run(self._core.master.ask(request, m.Located, timeout_s=timeout_s))
+            reply = self._driver.ask(self._core.master, request, m.Located, timeout_s=timeout_s)
         except MasterUnavailable:
             if last is None:
                 raise

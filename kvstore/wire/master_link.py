@@ -10,7 +10,7 @@ from kvstore.errors import MasterRefused, MasterUnavailable
 from kvstore.wire import messages as m
 from kvstore.wire.envelope import Answer
 from kvstore.wire.standing import MasterRecord, MasterStanding
-from transfer.control import RpcClient
+from transfer.control import ClientClosed, RpcClient
 from transfer.errors import TransferError
 
 ReplyT = TypeVar("ReplyT", bound=m.Reply)
@@ -34,8 +34,7 @@ class MasterLink:
         self._timeout_s = timeout_s
         self.standing = MasterStanding(MasterRecord(address=address), identity=identity)
         self._rpc = RpcClient(address, secret, identity=identity)
-        self._lock = threading.Lock()
-        self._users: dict[RpcClient, int] = {}  # requests under way on each
+        self._lock = threading.Lock()  # `redirect`: of the record and the way there
 
     @property
     def address(self) -> str:
@@ -52,9 +51,7 @@ class MasterLink:
                 return
             previous = self._rpc
             self._rpc = RpcClient(address, self._secret, identity=self._identity)
-            idle = previous not in self._users
-        if idle:
-            previous.close()
+        previous.retire()
 
     def close(self) -> None:
         """Stop asking."""
@@ -106,28 +103,23 @@ class MasterLink:
             left_s = max(0.001, deadline_s - time.monotonic())
 
     def _attempt(self, request: m.Request, timeout_s: float, *, patient: bool) -> Answer:
-        operation = type(request).__name__
-        with self._lock:
-            record = self.standing.admit(operation, patient=patient)
-            rpc = self._rpc
-            self._users[rpc] = self._users.get(rpc, 0) + 1
+        operation, payload = type(request).__name__, m.encode(request)
         reply: bytes | TransferError
-        try:
-            reply = rpc.request(m.encode(request), timeout_s=timeout_s)
-        except TransferError as error:
-            reply = error
-        finally:
-            self._leave(rpc)
-        return self.standing.read(operation, record, reply)
-
-    def _leave(self, rpc: RpcClient) -> None:
-        with self._lock:
-            self._users[rpc] -= 1
-            if not self._users[rpc]:
-                del self._users[rpc]
-            unused = rpc is not self._rpc and rpc not in self._users
-        if unused:
-            rpc.close()
+        while True:
+            rpc = self._rpc
+            record = self.standing.admit(operation, patient=patient)
+            if rpc.address != record.address:  # just being redirected
+                with self._lock:
+                    rpc, record = self._rpc, self.standing.record
+            try:
+                reply = rpc.request(payload, timeout_s=timeout_s)
+            except ClientClosed as error:
+                if rpc is not self._rpc:
+                    continue
+                reply = error
+            except TransferError as error:
+                reply = error
+            return self.standing.read(operation, record, reply)
 
 
 def expect(request: m.Request, reply: m.Reply, expected: type[ReplyT]) -> ReplyT:

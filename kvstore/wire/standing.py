@@ -61,13 +61,12 @@ class MasterStanding:
 
     def admit(self, operation: str, *, patient: bool = False) -> MasterRecord:
         """Return whom to ask. Raises MasterUnavailable if that is known to be of no use now."""
-        with self._changed:
-            record = self._record
-            if not record.address:
-                raise _unavailable(operation, record, "nobody is known to lead this shard")
-            if not patient and time.monotonic() < self._silent_until:
-                raise _unavailable(operation, record, "did not answer a moment ago")
-            return record
+        record = self._record
+        if not record.address:
+            raise _unavailable(operation, record, "nobody is known to lead this shard")
+        if self._silent_until and not patient and time.monotonic() < self._silent_until:
+            raise _unavailable(operation, record, "did not answer a moment ago")
+        return record
 
     def wait_for_news(self, record: MasterRecord, timeout_s: float) -> None:
         """Wait until another master than this is known, or until the time is over."""
@@ -82,15 +81,16 @@ class MasterStanding:
             Fenced: This end's incarnation is out of the cluster.
             MasterRefused: The request is not legal.
         """
-        if isinstance(reply, RpcTimeout):
-            self._found_silent(record, reply.timeout_s)
         if isinstance(reply, TransferError):
+            if isinstance(reply, RpcTimeout):
+                self._found_silent(record, reply.timeout_s)
             raise _unavailable(operation, record, f"{type(reply).__name__}: {reply}") from reply
         try:
             answer = unseal(reply)
         except (EnvelopeMalformed, msgspec.MsgspecError) as error:
             raise _unavailable(operation, record, f"{type(error).__name__}: {error}") from error
-        self._check_term(operation, record, answer.term)
+        if answer.term != self._record.term:
+            self._check_term(operation, record, answer.term)
         if isinstance(answer.reply, m.Refused):
             self._refuse(operation, record, answer.reply)
         return answer

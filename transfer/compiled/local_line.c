@@ -1,0 +1,269 @@
+/* A caller's end of a local control channel: one request, then its reply, within a deadline.
+ *
+ * Two system calls where nothing is unusual: the kernel itself wakes a waiting `recv` now and then
+ * (SO_RCVTIMEO) to look at the deadline, so that it need not be told of each. */
+
+#define LINE_PAUSE_US 500000 /* a waiting call looks at its deadline at least as often */
+#define LINE_HEAD_BYTES 4    /* the length of a frame, little-endian */
+#define LINE_SHORT_BYTES (16 << 10)
+
+typedef struct {
+    PyObject_HEAD
+    int descriptor;
+    int64_t pause_us; /* what SO_RCVTIMEO is; 0: not set yet */
+} LocalLine;
+
+typedef enum {
+    LINE_DONE,
+    LINE_WANTS_BODY, /* the reply does not fit: give it `body` */
+    LINE_INTERRUPTED,
+    LINE_LATE,
+    LINE_REFUSED, /* the request was not sent as a whole */
+    LINE_ENDED,   /* closed before the reply */
+    LINE_BROKEN,  /* `error` */
+    LINE_TOO_LONG,
+    LINE_TOO_MUCH, /* more than one reply */
+} LineOutcome;
+
+typedef struct {
+    LocalLine *line;
+    const char *request;
+    size_t request_bytes, sent; /* of header and request */
+    double deadline_s;
+    size_t reply_bytes_max;
+    size_t reply_bytes, arrived; /* `reply_bytes` is known once `arrived` >= LINE_HEAD_BYTES */
+    char *body;                  /* [reply_bytes], for what does not fit `start` */
+    int error;
+    char start[LINE_HEAD_BYTES + LINE_SHORT_BYTES];
+} LineCall;
+
+static int64_t line_left_us(const LineCall *call)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    double left_s = call->deadline_s - ((double)now.tv_sec + (double)now.tv_nsec * 1e-9);
+    if (!(left_s > 0))
+        return 0;
+    return left_s < 1e6 ? (int64_t)(left_s * 1e6) + 1 : (int64_t)1000000000000;
+}
+
+/* Send what is left of the frame. LINE_DONE once all of it is in the kernel. */
+static LineOutcome line_send(LineCall *call)
+{
+    uint32_t length = htole32((uint32_t)call->request_bytes);
+    size_t total = LINE_HEAD_BYTES + call->request_bytes;
+    while (call->sent < total) {
+        struct iovec parts[2];
+        size_t head = call->sent < LINE_HEAD_BYTES ? LINE_HEAD_BYTES - call->sent : 0;
+        size_t start = head ? 0 : call->sent - LINE_HEAD_BYTES;
+        parts[0].iov_base = (char *)&length + LINE_HEAD_BYTES - head;
+        parts[0].iov_len = head;
+        parts[1].iov_base = (char *)call->request + start;
+        parts[1].iov_len = call->request_bytes - start;
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
+        ssize_t sent = sendmsg(call->line->descriptor, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (sent >= 0) {
+            call->sent += (size_t)sent;
+            continue;
+        }
+        if (errno == EINTR)
+            return LINE_INTERRUPTED;
+        if (errno != EAGAIN && errno != EWOULDBLOCK)
+            return LINE_REFUSED;
+        int64_t left_us = line_left_us(call);
+        if (!left_us)
+            return LINE_LATE;
+        struct pollfd room = {.fd = call->line->descriptor, .events = POLLOUT};
+        int64_t pause_ms = (left_us < LINE_PAUSE_US ? left_us : LINE_PAUSE_US) / 1000 + 1;
+        if (poll(&room, 1, (int)pause_ms) < 0)
+            return errno == EINTR ? LINE_INTERRUPTED : LINE_REFUSED;
+    }
+    return LINE_DONE;
+}
+
+/* Have the kernel end a wait before the deadline, so rarely told that it hardly ever is. */
+static bool line_set_pause(LineCall *call, int64_t left_us)
+{
+    int64_t pause_us = LINE_PAUSE_US;
+    while (pause_us > left_us && pause_us > 1000)
+        pause_us /= 2;
+    if (pause_us == call->line->pause_us)
+        return true;
+    struct timeval pause = {.tv_sec = pause_us / 1000000, .tv_usec = pause_us % 1000000};
+    int descriptor = call->line->descriptor;
+    if (setsockopt(descriptor, SOL_SOCKET, SO_RCVTIMEO, &pause, sizeof pause) < 0)
+        return false;
+    call->line->pause_us = pause_us;
+    return true;
+}
+
+/* Look at what has come. LINE_INTERRUPTED is never returned: it stands for "not all of it yet". */
+static LineOutcome line_look(LineCall *call)
+{
+    if (call->arrived < LINE_HEAD_BYTES)
+        return LINE_INTERRUPTED;
+    uint32_t length;
+    memcpy(&length, call->start, sizeof length);
+    call->reply_bytes = le32toh(length);
+    if (call->reply_bytes > call->reply_bytes_max)
+        return LINE_TOO_LONG;
+    size_t total = LINE_HEAD_BYTES + call->reply_bytes;
+    if (call->arrived > total)
+        return LINE_TOO_MUCH;
+    if (call->arrived == total)
+        return LINE_DONE;
+    return total > sizeof call->start && !call->body ? LINE_WANTS_BODY : LINE_INTERRUPTED;
+}
+
+static LineOutcome line_receive(LineCall *call)
+{
+    for (;;) {
+        int64_t left_us = line_left_us(call);
+        if (!left_us)
+            return LINE_LATE;
+        if (!line_set_pause(call, left_us)) {
+            call->error = errno;
+            return LINE_BROKEN;
+        }
+        char *into = call->start + call->arrived;
+        size_t room = sizeof call->start - call->arrived;
+        if (call->body) {
+            into = call->body + (call->arrived - LINE_HEAD_BYTES);
+            room = call->reply_bytes - (call->arrived - LINE_HEAD_BYTES);
+        }
+        ssize_t got = recv(call->line->descriptor, into, room, 0);
+        if (got == 0)
+            return LINE_ENDED;
+        if (got < 0) {
+            if (errno == EINTR)
+                return LINE_INTERRUPTED;
+            if (errno == EAGAIN || errno == EWOULDBLOCK)
+                continue;
+            call->error = errno;
+            return LINE_BROKEN;
+        }
+        call->arrived += (size_t)got;
+        LineOutcome outcome = line_look(call);
+        if (outcome != LINE_INTERRUPTED)
+            return outcome;
+    }
+}
+
+/* Give the reply memory of its own size, and move what is there of it. Returns NULL or an error. */
+static PyObject *line_make_body(LineCall *call)
+{
+    PyObject *body = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)call->reply_bytes);
+    if (body) {
+        call->body = PyBytes_AS_STRING(body);
+        memcpy(call->body, call->start + LINE_HEAD_BYTES, call->arrived - LINE_HEAD_BYTES);
+    }
+    return body;
+}
+
+static PyObject *line_end(const LineCall *call, LineOutcome outcome, PyObject *body)
+{
+    PyObject *none = NULL;
+    switch (outcome) {
+    case LINE_DONE:
+        if (body)
+            return body;
+        return PyBytes_FromStringAndSize(call->start + LINE_HEAD_BYTES,
+                                         (Py_ssize_t)call->reply_bytes);
+    case LINE_REFUSED:
+        none = Py_NewRef(Py_None);
+        break;
+    case LINE_LATE:
+        PyErr_SetNone(PyExc_TimeoutError);
+        break;
+    case LINE_TOO_LONG:
+        PyErr_Format(PyExc_ConnectionError, "a reply of %zu bytes", call->reply_bytes);
+        break;
+    case LINE_TOO_MUCH:
+        PyErr_SetString(PyExc_ConnectionError, "more than one reply");
+        break;
+    case LINE_BROKEN:
+        PyErr_Format(PyExc_ConnectionError, "the connection broke: %s", strerror(call->error));
+        break;
+    default:
+        PyErr_SetString(PyExc_ConnectionError, "the connection was closed before the reply");
+    }
+    Py_XDECREF(body);
+    return none;
+}
+
+PyDoc_STRVAR(line_ask_doc,
+             "ask(request, deadline_s, reply_bytes_max)\n--\n\nSend a request and wait for the "
+             "reply; None if nothing of the request can have been handled.");
+
+static PyObject *line_ask(LocalLine *line, PyObject *const *args, Py_ssize_t count)
+{
+    if (check_count(count, 3, "ask"))
+        return NULL;
+    if (!PyBytes_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "a request is bytes");
+        return NULL;
+    }
+    LineCall call;
+    call.line = line;
+    call.request = PyBytes_AS_STRING(args[0]);
+    call.request_bytes = (size_t)PyBytes_GET_SIZE(args[0]);
+    call.sent = call.arrived = call.reply_bytes = 0;
+    call.body = NULL;
+    call.deadline_s = PyFloat_AsDouble(args[1]);
+    call.reply_bytes_max = PyLong_AsSize_t(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (call.request_bytes > UINT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "a request of %zu bytes", call.request_bytes);
+        return NULL;
+    }
+    PyObject *body = NULL;
+    LineOutcome outcome;
+    for (;;) {
+        Py_BEGIN_ALLOW_THREADS
+        outcome = call.sent < LINE_HEAD_BYTES + call.request_bytes ? line_send(&call) : LINE_DONE;
+        if (outcome == LINE_DONE)
+            outcome = line_receive(&call);
+        Py_END_ALLOW_THREADS
+        bool failed = false;
+        if (outcome == LINE_WANTS_BODY)
+            failed = !(body = line_make_body(&call));
+        else if (outcome == LINE_INTERRUPTED)
+            failed = PyErr_CheckSignals() < 0;
+        else
+            return line_end(&call, outcome, body);
+        if (failed) {
+            Py_XDECREF(body);
+            return NULL;
+        }
+    }
+}
+
+static PyObject *line_new(PyTypeObject *type, PyObject *args, PyObject *names)
+{
+    static char *keywords[] = {"descriptor", NULL};
+    int descriptor;
+    if (!PyArg_ParseTupleAndKeywords(args, names, "i", keywords, &descriptor))
+        return NULL;
+    LocalLine *line = (LocalLine *)type->tp_alloc(type, 0);
+    if (line) {
+        line->descriptor = descriptor;
+        line->pause_us = 0;
+    }
+    return (PyObject *)line;
+}
+
+static PyMethodDef line_methods[] = {
+    {"ask", (PyCFunction)(void (*)(void))line_ask, METH_FASTCALL, line_ask_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject local_line_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "transfer._native.LocalLine",
+    .tp_doc = "LocalLine(descriptor)\n--\n\nThe caller's end of a local control channel, on a "
+              "blocking socket that somebody else owns. Not thread-safe; of no use after an error.",
+    .tp_basicsize = sizeof(LocalLine),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = line_new,
+    .tp_methods = line_methods,
+};

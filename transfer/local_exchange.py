@@ -1,0 +1,235 @@
+"""The server's end of the control channel of one host; `transfer.local_rpc` says what goes over it.
+
+One thread answers all callers, one request of each at a time. Nothing waits for one caller: what it
+does not take yet is kept (one reply at most) until its socket has room, what it sends in part is
+kept until it is whole.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from transfer.local_rpc import (
+    IDENTITY_BYTES_MAX,
+    LENGTH,
+    NONCE_BYTES,
+    RECEIVE_BYTES,
+    frame,
+    mac,
+    socket_name,
+)
+
+logger = logging.getLogger(__name__)
+
+CALLERS_MAX: Final = 4096
+PROOF_S_MAX: Final = 10.0
+REST_S: Final = 0.1
+
+
+class _Caller:
+    """One connection at the server. `identity` is empty until the caller has proved itself."""
+
+    __slots__ = ("arrived", "identity", "since_s", "socket", "transcript", "unsent", "wanted")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.identity = ""
+        self.transcript = b""
+        self.arrived = bytearray()
+        self.wanted = 0  # bytes that make `arrived` worth looking at
+        self.unsent = b""
+        self.since_s = time.monotonic()
+
+
+class Exchange:
+    """The server's end: one thread that answers callers of this host.
+
+    Args:
+        address: What the server is bound to.
+        secret: The cluster secret.
+        answer: (identity, request) -> reply. Must not raise.
+        nbytes_max: Of a request.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        answer: Callable[[str, bytes], bytes],
+        *,
+        nbytes_max: int,
+    ) -> None:
+        self._secret = secret
+        self._answer = answer
+        self._nbytes_max = nbytes_max
+        self._name = socket_name(address, secret)
+        self._callers: dict[int, _Caller] = {}
+        self._unproved: set[_Caller] = set()
+        self._closing = False
+        self._resting = 0.0  # until when nobody is accepted
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Listen. Where the name is taken (by a stranger, then), callers go by ZeroMQ."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            listener.bind(self._name)
+        except OSError as error:
+            listener.close()
+            logger.warning("no local control channel: %s", error)
+            return
+        listener.listen(CALLERS_MAX)
+        self._listener = listener
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(listener, select.EPOLLIN)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="rpc-local", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up on all, end the thread and free the socket; idempotent."""
+        if self._thread is None:
+            return
+        self._closing = True
+        os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+        self._thread = None
+        self._epoll.close()
+        os.close(self._wakeup)
+
+    def _run(self) -> None:
+        callers, poll = self._callers, self._epoll.poll
+        try:
+            while not self._closing:
+                for descriptor, events in poll(REST_S if self._resting else PROOF_S_MAX):
+                    caller = callers.get(descriptor)
+                    if caller is not None:
+                        self._serve(caller, events)
+                    elif descriptor == self._listener.fileno():
+                        self._accept()
+                if self._unproved:
+                    self._drop_unproved()
+                if self._resting and time.monotonic() > self._resting:
+                    self._resting = 0.0
+                    self._epoll.register(self._listener, select.EPOLLIN)
+        finally:
+            self._listener.close()
+            for caller in list(self._callers.values()):
+                self._drop(caller)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # no descriptors: it would be ready again at once, and for long
+            logger.warning("local callers are not accepted for a moment: %s", error)
+            self._epoll.unregister(self._listener)
+            self._resting = time.monotonic() + REST_S
+            return
+        if len(self._callers) >= CALLERS_MAX:
+            sock.close()
+            return
+        sock.setblocking(False)
+        caller = self._callers[sock.fileno()] = _Caller(sock)
+        self._unproved.add(caller)
+        self._epoll.register(sock, select.EPOLLIN)
+
+    def _serve(self, caller: _Caller, events: int) -> None:
+        try:
+            if events & select.EPOLLOUT:
+                self._send(caller, b"")
+            if events & ~select.EPOLLOUT and not self._read(caller):
+                self._drop(caller)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(caller)
+
+    def _read(self, caller: _Caller) -> bool:
+        """Take what has come; False if the caller is to be dropped."""
+        data = caller.socket.recv(RECEIVE_BYTES)
+        if not data:
+            return False
+        if caller.arrived:
+            caller.arrived += data
+            if len(caller.arrived) < caller.wanted:
+                return True
+            data = bytes(caller.arrived)
+            caller.arrived.clear()
+        at, left = 0, len(data)
+        while left >= LENGTH.size:
+            (nbytes,) = LENGTH.unpack_from(data, at)
+            if nbytes > (self._nbytes_max if caller.identity else NONCE_BYTES + IDENTITY_BYTES_MAX):
+                return False
+            start = at + LENGTH.size
+            if left < LENGTH.size + nbytes:
+                caller.wanted = LENGTH.size + nbytes
+                break
+            at = start + nbytes
+            if not self._take(caller, data[start:at]):
+                return False
+            left = len(data) - at
+        else:
+            caller.wanted = 0
+        if left:
+            caller.arrived += data[at:]
+        return True
+
+    def _take(self, caller: _Caller, payload: bytes) -> bool:
+        if not caller.identity:
+            return self._meet(caller, payload)
+        if caller.unsent:  # it asks on without taking the reply
+            return False
+        reply = self._answer(caller.identity, payload)
+        self._send(caller, LENGTH.pack(len(reply)) + reply)
+        return True
+
+    def _meet(self, caller: _Caller, payload: bytes) -> bool:
+        if not caller.transcript:
+            nonce, me = payload[:NONCE_BYTES], payload[NONCE_BYTES:]
+            if len(nonce) < NONCE_BYTES or not me:
+                return False
+            ours = secrets.token_bytes(NONCE_BYTES)
+            caller.transcript = nonce + ours + me
+            self._send(caller, frame(ours, mac(self._secret, b"server", caller.transcript)))
+            return True
+        if not hmac.compare_digest(payload, mac(self._secret, b"client", caller.transcript)):
+            logger.warning("a local caller without the secret was refused")
+            return False
+        caller.identity = caller.transcript[2 * NONCE_BYTES :].decode(errors="replace")
+        self._unproved.discard(caller)
+        return True
+
+    def _send(self, caller: _Caller, data: bytes) -> None:
+        was_waiting = caller.unsent
+        if was_waiting:
+            data = was_waiting + data
+        try:
+            sent = caller.socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent == len(data) and not was_waiting:
+            return
+        caller.unsent = data[sent:]
+        if bool(caller.unsent) != bool(was_waiting):
+            more = select.EPOLLOUT if caller.unsent else 0
+            self._epoll.modify(caller.socket, select.EPOLLIN | more)
+
+    def _drop(self, caller: _Caller) -> None:
+        self._callers.pop(caller.socket.fileno(), None)
+        self._unproved.discard(caller)
+        caller.socket.close()
+
+    def _drop_unproved(self) -> None:
+        late_s = time.monotonic() - PROOF_S_MAX
+        for caller in [each for each in self._unproved if each.since_s < late_s]:
+            self._drop(caller)
