@@ -9,7 +9,7 @@ from transfer.memory.region import Region, RegionKey
 from transfer.operations import Mover, deadline_after
 from transfer.pages import Pages, pieces_of_pages
 from transfer.peer import Peer, name_of
-from transfer.pieces import IntsLike, make_pieces
+from transfer.pieces import CopyPieces, IntsLike, make_pieces
 from transfer.prepared import InPlace, Prepared
 from transfer.priority import Priority
 
@@ -86,8 +86,15 @@ class Movement:
         *,
         priority: Priority | None = None,
         timeout_s: float | None = None,
+        copy: CopyPieces | None = None,
     ) -> Transfer:
-        """Read pieces of a peer's window into our region. As `write`, in the other direction."""
+        """Read pieces of a peer's window into our region. As `write`, in the other direction.
+
+        Where bytes of a peer's storage come by way of buffers of this process, `copy` takes them
+        out of there, in other threads: a few calls, each for whole pieces where these are not
+        longer than a buffer. So whoever reads can look at the bytes in the same pass. Other ways
+        do not call it.
+        """
         name = peer if type(peer) is str else name_of(peer)
         if type(lengths) is int and timeout_s is None:
             at_once = self._mover.post_short(
@@ -101,7 +108,7 @@ class Movement:
                 return at_once
         deadline = deadline_after(timeout_s, self._config.operation_timeout_s)
         pieces = make_pieces(source_offsets, target_offsets, lengths)
-        return self._mover.read(name, target, source, pieces, deadline, priority)
+        return self._mover.read(name, target, source, pieces, deadline, priority, copy)
 
     def write_pages(
         self,

@@ -15,12 +15,7 @@ from transfer.handle import Transfer
 from transfer.immediates import IMMEDIATE_MAX, ImmediateBoard
 from transfer.memory.region import Access, OfferTable, Region, RegionKey
 from transfer.peer import PeerLink, PeerTable
-from transfer.pieces import (
-    Ints,
-    Pieces,
-    copy_between,
-    out_of_bounds,
-)
+from transfer.pieces import CopyPieces, Ints, Pieces, copy_between, out_of_bounds
 from transfer.prepared import InPlace
 from transfer.priority import Priority, class_of
 from transfer.rails.slices import Operation
@@ -116,8 +111,9 @@ class Mover:
         pieces: Pieces,
         deadline: float,
         priority: Priority | None = None,
+        copy: CopyPieces | None = None,
     ) -> Transfer:
-        """Move pieces of the peer's window into our region."""
+        """Move pieces of the peer's window into our region; `copy` as of `Movement.read`."""
         backend, link = self._route(peer, source)
         self._check(backend, source, READ, pieces.source_offsets, pieces)
         _check_own(pieces.target_offsets, pieces, target, lands=True)
@@ -125,7 +121,7 @@ class Mover:
             if link is None:
                 kind = class_of(priority, pieces.nbytes, None, write=False)
                 self._tally.read(backend, pieces.nbytes, kind)
-            return self.staging.read(peer, target, source, pieces, deadline, priority)
+            return self.staging.read(peer, target, source, pieces, deadline, priority, copy)
         backend, location = self._locate(backend, link, source, pieces, deadline)
         handle = Transfer(
             peer=peer, operation="read", backend=backend, nbytes=pieces.nbytes, deadline=deadline

@@ -7,6 +7,7 @@ target, and how long it is. The arrays may be given as plain integers.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,6 +43,10 @@ class Pieces:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+
+# Copies every piece: (target, source, pieces). The caller has checked the bounds.
+CopyPieces = Callable[[Bytes, Bytes, Pieces], None]
 
 
 def make_pieces(source_offsets: IntsLike, target_offsets: IntsLike, lengths: IntsLike) -> Pieces:
@@ -105,6 +110,12 @@ def out_of_bounds(offsets: Ints, lengths: Ints, nbytes: int) -> str | None:
         return None
     i = int(np.flatnonzero(bad)[0])
     return f"piece {i} at {int(offsets[i])} + {int(lengths[i])} is not inside {nbytes} bytes"
+
+
+def packed(lengths: Ints) -> Ints:
+    """Return where pieces lie that follow one another without gaps."""
+    starts: Ints = np.cumsum(lengths) - lengths
+    return starts
 
 
 def join_neighbours(pieces: Pieces) -> Pieces:

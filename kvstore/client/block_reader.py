@@ -27,7 +27,7 @@ from kvstore.checksum import (
     table_checksum,
 )
 from kvstore.client.locations import Hit
-from kvstore.client.paced_read import GROUP_BYTES, GROUPS_MAX, PacedRead
+from kvstore.client.paced_read import GROUPS_MAX, PacedRead
 from kvstore.client.pieces import Pieces
 from kvstore.client.read_plan import Check, ReadPlan, plan_read
 from kvstore.client.steps import Steps, reach, settle, work
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.staging import Staging
     from transfer import Region, Transfer, TransferEngine
+    from transfer.pieces import CopyPieces
     from transfer.prepared import InPlace
 
 Ints = NDArray[np.int64]
@@ -206,7 +207,13 @@ class BlockReader:
                 continue
             of_region = pieces.of(rows)
 
-            def start(some: Ints, region: Region = region, pieces: Pieces = of_region) -> Transfer:
+            def start(
+                some: Ints,
+                copy: CopyPieces | None = None,
+                *,
+                region: Region = region,
+                pieces: Pieces = of_region,
+            ) -> Transfer:
                 return self._engine.read(
                     where.node,
                     region,
@@ -216,10 +223,12 @@ class BlockReader:
                     pieces.lengths[some],
                     priority=Priority.KV_GET,
                     timeout_s=max(0.001, deadline_s - time.monotonic()),
+                    copy=copy,
                 )
 
-            if on_disk and region.kind == "host" and of_region.nbytes > GROUP_BYTES:
-                paced = PacedRead(region, of_region, start, attempt.found)
+            if on_disk and region.kind == "host":
+                own_disk = where.node == self._engine.name
+                paced = PacedRead(region, of_region, start, attempt.found, own_disk=own_disk)
                 for _ in range(GROUPS_MAX):
                     if (transfer := paced.more()) is not None:
                         under_way.append((index, transfer, paced))

@@ -1,9 +1,13 @@
-"""Reads many blocks of a disk a few at a time, and takes their checksums while the next come.
+"""Reads many blocks of a disk, and takes their checksums while the next ones come.
+
+From a disk of this process, a few at a time:
 
     disk       [ group 0 ][ group 1 ][ group 2 ][ group 3 ] ...       GROUPS_MAX under way
     processor             [ sum 0 ]  [ sum 1 ]  [ sum 2 ]  ...
 
-One transfer of all would leave the processor idle first, and the disk afterwards.
+One transfer of all would leave the processor idle first, and the disk afterwards. From a disk of
+another process they come by way of buffers, one transfer of all, and are summed up in the pass that
+copies them out of there.
 """
 
 from __future__ import annotations
@@ -17,11 +21,15 @@ from numpy.typing import NDArray
 from kvstore.checksum import block_checksums
 from kvstore.client.pieces import Pieces
 from kvstore.client.steps import Steps, work
+from kvstore.copying import copy_with_checksums
 
 if TYPE_CHECKING:
     from transfer import Region, Transfer
+    from transfer.pieces import CopyPieces
+    from transfer.pieces import Pieces as MovedPieces
 
 Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 
 GROUP_BYTES: Final = 4 << 20
 GROUPS_MAX: Final = 3
@@ -33,24 +41,29 @@ class PacedRead:
     Args:
         region: The target.
         pieces: Of it alone; whole blocks without part tables.
-        start: Starts the transfer of some rows of `pieces`. Raises TransferError.
+        start: Starts the transfer of some rows of `pieces`, which may make its copies by the
+            function that it is given. Raises TransferError.
         found: Where checksums go, by block.
+        own_disk: Whether it is of this process.
     """
 
     def __init__(
         self,
         region: Region,
         pieces: Pieces,
-        start: Callable[[Ints], Transfer],
+        start: Callable[[Ints, CopyPieces], Transfer],
         found: dict[int, int],
+        *,
+        own_disk: bool,
     ) -> None:
         self._region = region
         self._pieces = pieces
         self._start = start
         self._found = found
+        self._summed: dict[tuple[int, int], int] = {}  # by offset and length in the region
         ends = np.cumsum(pieces.lengths)
-        cuts = np.flatnonzero(np.diff(ends // GROUP_BYTES)) + 1
-        self._groups = np.split(np.arange(len(pieces)), cuts)
+        rows, cuts = np.arange(len(pieces)), np.flatnonzero(np.diff((ends - 1) // GROUP_BYTES)) + 1
+        self._groups = np.split(rows, cuts) if own_disk else [rows]
         self._next = 0
         self._settled = 0
 
@@ -59,7 +72,7 @@ class PacedRead:
         if self._next == len(self._groups):
             return None
         rows = self._groups[self._next]
-        transfer = self._start(rows)
+        transfer = self._start(rows, self._copy)
         self._next += 1
         return transfer
 
@@ -67,7 +80,18 @@ class PacedRead:
         """Take the checksums of the group whose transfer has ended; they end in order."""
         rows = self._groups[self._settled]
         self._settled += 1
-        lengths = self._pieces.lengths[rows]
-        yield from work(int(lengths.sum()))
-        found = block_checksums(self._region.array, self._pieces.offsets[rows], lengths)
-        self._found.update(zip(self._pieces.blocks[rows].tolist(), found, strict=True))
+        offsets, lengths = self._pieces.offsets[rows], self._pieces.lengths[rows]
+        places = zip(offsets.tolist(), lengths.tolist(), strict=True)
+        # A block that was longer than the buffer came in parts.
+        found = [self._summed.pop(place, None) for place in places]
+        if None in found:
+            yield from work(int(lengths.sum()))
+            found[:] = block_checksums(self._region.array, offsets, lengths)
+        blocks = self._pieces.blocks[rows].tolist()
+        self._found.update(zip(blocks, found, strict=True))  # type: ignore[arg-type]
+
+    def _copy(self, target: Bytes, source: Bytes, pieces: MovedPieces) -> None:
+        """Copy out of a buffer, in a thread of the engine."""
+        to, lengths = pieces.target_offsets, pieces.lengths
+        sums = copy_with_checksums(target, source, to, pieces.source_offsets, lengths)
+        self._summed.update(zip(zip(to.tolist(), lengths.tolist(), strict=True), sums, strict=True))

@@ -108,9 +108,17 @@ class SsdSegment:
         self._index.close()
         self._log.close()
 
-    def fetch(self, target: NDArray[np.uint8], pieces: Pieces, deadline: float, done: Done) -> None:
+    def fetch(
+        self,
+        target: NDArray[np.uint8],
+        pieces: Pieces,
+        deadline: float,
+        done: Done,
+        *,
+        wait: bool = True,
+    ) -> None:
         """See `Storage.fetch`."""
-        self._slab.fetch(target, pieces, deadline, done)
+        self._slab.fetch(target, pieces, deadline, done, wait=wait)
 
     def store(self, source: NDArray[np.uint8], pieces: Pieces, deadline: float, done: Done) -> None:
         """See `Storage.store`. What lies there is forgotten before it is overwritten."""

@@ -92,13 +92,15 @@ class CudaMemory:
         """Kind of memory, "cuda:0"."""
         return self.device.kind
 
-    def fetch(self, target: Bytes, pieces: Pieces, deadline: float, done: Done) -> None:
+    def fetch(
+        self, target: Bytes, pieces: Pieces, deadline: float, done: Done, *, wait: bool = True
+    ) -> None:
         """Copy to host memory; see `Storage.fetch`."""
-        self._submit("read", _Fetch, target, pieces, deadline, done)
+        self._start("read", _Fetch(self, target, pieces), (self,), deadline, done, wait=wait)
 
     def store(self, source: Bytes, pieces: Pieces, deadline: float, done: Done) -> None:
         """Copy from host memory; see `Storage.store`."""
-        self._submit("write", _Store, source, pieces, deadline, done)
+        self._start("write", _Store(self, source, pieces), (self,), deadline, done)
 
     def reaches(self, other: object) -> TypeGuard[CudaMemory]:
         """Whether the copy engine can move bytes from here to there."""
@@ -109,17 +111,6 @@ class CudaMemory:
     def move_to(self, other: CudaMemory, pieces: Pieces, deadline: float, done: Done) -> None:
         """Copy to other device memory that is reached; source offsets count here."""
         self._start("write", _Move(self, other, pieces), (self, other), deadline, done)
-
-    def _submit(
-        self,
-        operation: str,
-        work_type: Callable[[CudaMemory, Bytes, Pieces], _Fetch | _Store],
-        memory: Bytes,
-        pieces: Pieces,
-        deadline: float,
-        done: Done,
-    ) -> None:
-        self._start(operation, work_type(self, memory, pieces), (self,), deadline, done)
 
     def retain(self) -> None:
         """Keep a peer's allocation open.
@@ -142,6 +133,8 @@ class CudaMemory:
         memories: tuple[CudaMemory, ...],
         deadline: float,
         done: Done,
+        *,
+        wait: bool = True,
     ) -> None:
         retained: list[CudaMemory] = []
 
@@ -158,7 +151,7 @@ class CudaMemory:
             for memory in memories:
                 memory.retain()
                 retained.append(memory)
-            self.device.queue.submit(work, operation, deadline, ended)
+            self.device.queue.submit(work, operation, deadline, ended, wait=wait)
         except TransferError:
             let_go()
             raise

@@ -218,8 +218,10 @@ class FileSlab:
         queue.submit(SyncWork(access), "sync", deadline, waiter.end)
         waiter.wait()
 
-    def fetch(self, target: Bytes, pieces: Pieces, deadline: float, done: Done) -> None:
-        """Read pieces without waiting; see `Storage.fetch`. Waits for room in the queue."""
+    def fetch(
+        self, target: Bytes, pieces: Pieces, deadline: float, done: Done, *, wait: bool = True
+    ) -> None:
+        """Read pieces without waiting for them; see `Storage.fetch`."""
         queue, access = self._opened("read")
         if not len(pieces):
             done(None)
@@ -227,7 +229,7 @@ class FileSlab:
         work = self._read_work(
             access, target, pieces.target_offsets, pieces.source_offsets, pieces.lengths, deadline
         )
-        queue.submit(work, "read", deadline, done)
+        queue.submit(work, "read", deadline, done, wait=wait)
 
     def store(self, source: Bytes, pieces: Pieces, deadline: float, done: Done) -> None:
         """Write pieces without waiting; see `Storage.store`. Waits for room in the queue."""

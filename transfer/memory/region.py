@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Flag
@@ -156,7 +157,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class Offer:
-    """What a token stands for at its owner. `live` turns False once and for all."""
+    """What a token stands for at its owner. `live` turns False once and for all.
+
+    `standing_for`: the region with whose release it ends too, if that is not `region` itself.
+    """
 
     region: Region
     to: str
@@ -164,6 +168,7 @@ class Offer:
     offset: int
     nbytes: int
     live: bool = field(default=True)
+    standing_for: weakref.ref[Region] | None = None
 
     @property
     def window(self) -> Bytes:
@@ -246,7 +251,12 @@ class OfferTable:
 
     def withdraw_region(self, region: Region) -> list[tuple[bytes, Offer]]:
         """Forget all offers of a region."""
-        return self._withdraw_if(lambda offer: offer.region is region)
+        return self._withdraw_if(
+            lambda offer: (
+                offer.region is region
+                or (offer.standing_for is not None and offer.standing_for() is region)
+            )
+        )
 
     def withdraw_peer(self, name: str) -> list[tuple[bytes, Offer]]:
         """Forget everything offered to a peer."""

@@ -16,12 +16,10 @@ import threading
 from collections.abc import Iterator
 from typing import Final, Protocol
 
-import numpy as np
-
 from transfer.handle import Transfer
 from transfer.memory.memory import Memory, allocate
 from transfer.memory.region import Access, Bytes, OfferTable, Region, RegionKey, make_offer
-from transfer.pieces import Ints, Pieces, copy_pieces
+from transfer.pieces import CopyPieces, Ints, Pieces, copy_pieces, packed
 from transfer.priority import Priority
 from transfer.storage.storage import Storage, StorageRegion, fetch_now, store_now
 
@@ -143,10 +141,16 @@ class End(Protocol):
 
 
 class HostEnd:
-    """Host memory of this process."""
+    """Host memory of this process.
 
-    def __init__(self, region: Region) -> None:
+    Args:
+        region: the memory.
+        copy: copies out of a buffer; default `copy_pieces`.
+    """
+
+    def __init__(self, region: Region, copy: CopyPieces = copy_pieces) -> None:
         self._array = region.array
+        self._copy = copy
 
     def fill(self, bounce: Bounce, offsets: Ints, lengths: Ints, deadline: float) -> None:
         """Copy."""
@@ -154,7 +158,7 @@ class HostEnd:
 
     def drain(self, bounce: Bounce, offsets: Ints, lengths: Ints, deadline: float) -> None:
         """Copy."""
-        copy_pieces(self._array, bounce.region.array, Pieces(packed(lengths), offsets, lengths))
+        self._copy(self._array, bounce.region.array, Pieces(packed(lengths), offsets, lengths))
 
 
 class StorageEnd:
@@ -209,9 +213,11 @@ class PeerEnd:
         ).wait()
 
 
-def near_end(region: Region) -> End:
-    """The end of a region of this process."""
-    return StorageEnd(region.storage) if isinstance(region, StorageRegion) else HostEnd(region)
+def near_end(region: Region, copy: CopyPieces | None = None) -> End:
+    """The end of a region of this process; `copy` as of `HostEnd`."""
+    if isinstance(region, StorageRegion):
+        return StorageEnd(region.storage)
+    return HostEnd(region, copy or copy_pieces)
 
 
 class StagedWork:
@@ -247,9 +253,3 @@ class StagedWork:
         with self._bounces.borrow(lane, self._peer) as bounce:
             self._source.fill(bounce, step.source_offsets, step.lengths, self._deadline)
             self._target.drain(bounce, step.target_offsets, step.lengths, self._deadline)
-
-
-def packed(lengths: Ints) -> Ints:
-    """Where pieces lie that follow one another without gaps."""
-    starts: Ints = np.cumsum(lengths) - lengths
-    return starts

@@ -18,10 +18,11 @@ import numpy as np
 
 from transfer.errors import ProtocolViolation
 from transfer.memory.region import TOKEN_BYTES, RegionKey
-from transfer.pieces import Ints
+from transfer.pieces import Ints, packed
 
-# Of one ask. An ask moves at most one buffer.
+# Of one ask. Where bytes go by way of a buffer, an ask moves at most one of these.
 PIECES_MAX: Final = 4096
+ASK_BYTES_MAX: Final = 16 << 20
 REASON_MAX: Final = 500
 CONTENT_MAX: Final = 512
 
@@ -60,9 +61,10 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
         token: names the owner's window.
         key: opens the requester's buffer to the owner; b"" where nothing is moved.
         offsets: [N] int64 little-endian, in the window.
-        lengths: [N] int64 little-endian; packed in the buffer in this order.
+        lengths: [N] int64 little-endian.
         immediate: to be counted; 0 without a signal.
         timeout_s: how long the requester still waits.
+        places: [N] int64 little-endian, in the buffer; b"": packed, in this order.
     """
 
     id: int
@@ -73,8 +75,9 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     lengths: Offsets
     immediate: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+    places: Offsets = b""
 
-    def pieces(self, buffer_bytes: int) -> tuple[Ints, Ints]:
+    def pieces(self, bytes_max: int) -> tuple[Ints, Ints]:
         """Return offsets and lengths, checked but for the bounds of the window.
 
         Raises:
@@ -84,11 +87,23 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
             raise ProtocolViolation("storage ask: offsets and lengths do not fit")
         offsets = np.frombuffer(self.offsets, dtype="<i8").astype(np.int64)
         lengths = np.frombuffer(self.lengths, dtype="<i8").astype(np.int64)
-        if int(lengths.min()) <= 0 or int(lengths.max()) > buffer_bytes:
+        if int(lengths.min()) <= 0 or int(lengths.max()) > bytes_max:
             raise ProtocolViolation("storage ask: a length is out of range")
-        if int(lengths.sum()) > buffer_bytes:
-            raise ProtocolViolation("storage ask: more bytes than a buffer holds")
+        if int(lengths.sum()) > bytes_max:
+            raise ProtocolViolation("storage ask: more bytes than one may move")
         return offsets, lengths
+
+    def buffer_places(self, lengths: Ints) -> Ints:
+        """Return where the pieces lie in the buffer; not checked against its bounds.
+
+        Raises:
+            ProtocolViolation: there are more or fewer places than pieces.
+        """
+        if not self.places:
+            return packed(lengths)
+        if len(self.places) != 8 * len(lengths):
+            raise ProtocolViolation("storage ask: places and lengths do not fit")
+        return np.frombuffer(self.places, dtype="<i8").astype(np.int64)
 
     def buffer_key(self, asker: str) -> RegionKey:
         """Return the key of the requester's buffer.

@@ -32,10 +32,11 @@ from transfer.errors import (
 from transfer.immediates import ImmediateBoard
 from transfer.memory.region import Access, Bytes, Offer, OfferTable, RegionKey
 from transfer.peer import PeerLink, PeerTable
-from transfer.pieces import Ints, out_of_bounds
+from transfer.pieces import Ints, Pieces, out_of_bounds
 from transfer.storage.batch_queue import BatchQueue
-from transfer.storage.bounce import BUFFER_BYTES, Bounce, Bounces, PeerEnd, PeerMoves, StorageEnd
+from transfer.storage.bounce import Bounce, Bounces, PeerMoves
 from transfer.storage.messages import (
+    ASK_BYTES_MAX,
     REASON_MAX,
     Answer,
     AnswerKind,
@@ -45,13 +46,14 @@ from transfer.storage.messages import (
     parse_answer,
     parse_ask,
 )
+from transfer.storage.served_ask import ServedAsk
 from transfer.storage.storage import StorageRegion
 from transfer.wire import ControlKind, encode_control
 
 # How often a waiting requester looks whether the peer is still there.
 LOOK_S: Final = 0.1
 BUSY_PAUSE_S: Final = 0.005
-ONE: Final = np.zeros(1, dtype=np.int64)
+NONE: Final = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -76,8 +78,9 @@ class Asking:
         deadline: float,
         *,
         buffer: RegionKey | None = None,
-        offsets: Ints = ONE[:0],
-        lengths: Ints = ONE[:0],
+        offsets: Ints = NONE,
+        lengths: Ints = NONE,
+        places: Ints = NONE,
         immediate: int = 0,
     ) -> bytes:
         """Ask the owner of `target`, and wait for the answer. Not on the engine's thread.
@@ -102,6 +105,7 @@ class Asking:
                 lengths.astype("<i8").tobytes(),
                 immediate,
                 max(deadline - time.monotonic(), 0.0),
+                places.astype("<i8").tobytes(),
             )
             answer = self._exchange(target.owner, message, deadline)
             if answer is not None and answer.kind is not AnswerKind.BUSY:
@@ -167,68 +171,52 @@ class PeerStorageEnd:
         )
 
 
-class _ServedAsk:
-    """One ask, moved by a thread of the queue."""
+class UnstagedWrite:
+    """Writes of host memory that the owner of a storage can map: it takes the bytes from there.
+
+    Work of a `BatchQueue`.
+
+    Args:
+        asking: asks the owner.
+        target: of its window.
+        source: opens our memory to the owner.
+        steps: what is asked for at a time.
+        deadline: of all.
+    """
 
     def __init__(
-        self, service: StorageService, peer: str, ask: Ask, offer: Offer, pieces: tuple[Ints, Ints]
+        self,
+        asking: Asking,
+        target: RegionKey,
+        source: RegionKey,
+        steps: list[Pieces],
+        deadline: float,
     ) -> None:
-        self._service = service
-        self._peer = peer
-        self._ask = ask
-        self._offer = offer
-        self._pieces = pieces
-        self.deadline = time.monotonic() + ask.timeout_s
+        self._asking = asking
+        self._target = target
+        self._source = source
+        self._steps = steps
+        self._deadline = deadline
 
     def __len__(self) -> int:
-        return 1
+        return len(self._steps)
 
     def weigh(self, index: int) -> int:
-        """Bytes of it."""
-        return int(self._pieces[1].sum())
+        """Bytes of a step."""
+        return self._steps[index].nbytes
 
     def perform(self, index: int, lane: int) -> None:
-        """Move the pieces."""
-        offsets, lengths = self._pieces
-        region = self._offer.region
-        assert isinstance(region, StorageRegion)
-        own = StorageEnd(region.storage, self._offer.offset)
-        key = self._ask.buffer_key(self._peer)
-        theirs = PeerEnd(self._service.moves, self._peer, key, None)
-        whole = (ONE, ONE + self.weigh(0))
-        with self._service.using(self._ask.token):
-            if region.kind == "file" and self._directly(own, key, offsets, lengths):
-                return
-            self._by_bounce(own, theirs, whole, lane)
-
-    def _directly(self, own: StorageEnd, key: RegionKey, offsets: Ints, lengths: Ints) -> bool:
-        """Let the disk fill or read the requester's buffer itself, if it is mapped here."""
-        window = self._service.map_buffer(self._peer, key, self.deadline)
-        if window is None or int(lengths.sum()) > len(window):
-            return False
-        if self._ask.kind is AskKind.READ:
-            own.read(window, offsets, lengths, self.deadline)
-            return True
-        self._check_live()
-        own.write(window, offsets, lengths, self.deadline)
-        return True
-
-    def _by_bounce(
-        self, own: StorageEnd, theirs: PeerEnd, whole: tuple[Ints, Ints], lane: int
-    ) -> None:
-        offsets, lengths = self._pieces
-        with self._service.bounces.borrow(lane) as bounce:
-            if self._ask.kind is AskKind.READ:
-                own.fill(bounce, offsets, lengths, self.deadline)
-                theirs.drain(bounce, *whole, self.deadline)
-                return
-            theirs.fill(bounce, *whole, self.deadline)
-            self._check_live()
-            own.drain(bounce, offsets, lengths, self.deadline)
-
-    def _check_live(self) -> None:
-        if not self._offer.live:
-            raise RegionUnknown(self._peer, "withdrawn meanwhile")
+        """Ask, and wait for the answer."""
+        step = self._steps[index]
+        self._asking.ask(
+            AskKind.WRITE,
+            self._target,
+            self._deadline,
+            buffer=self._source,
+            offsets=step.target_offsets,
+            lengths=step.lengths,
+            places=step.source_offsets,
+        )
 
 
 class StorageService:
@@ -240,8 +228,10 @@ class StorageService:
         moves: one-sided operations on the requesters' buffers.
         bounces: own buffers, for requesters whose buffers are not mapped here.
         queue: whose threads move the bytes; started by the first ask.
-        map_buffer: (peer, key, deadline) -> a requester's buffer as memory of this process, None
-            where it cannot be mapped.
+        mapped_buffer: (peer, key) -> a requester's buffer as memory of this process, None if it is
+            not mapped.
+        map_buffer: (peer, key, deadline) -> the same, mapped now if it was not; None where it
+            cannot be. Waits for the requester.
     """
 
     def __init__(
@@ -251,9 +241,11 @@ class StorageService:
         moves: PeerMoves,
         bounces: Bounces,
         queue: Callable[[], BatchQueue],
+        mapped_buffer: Callable[[str, RegionKey], Bytes | None],
         map_buffer: Callable[[str, RegionKey, float], Bytes | None],
     ) -> None:
         self.moves = moves
+        self.mapped_buffer = mapped_buffer
         self.map_buffer = map_buffer
         self.bounces = bounces
         self._offers = offers
@@ -286,9 +278,18 @@ class StorageService:
         else:
             self._serve(link, ask, offer)
 
-    def using(self, token: bytes) -> _Using:
-        """Note that a key is being used, as long as the context lasts."""
-        return _Using(self._changed, self._used, token)
+    def begin_use(self, token: bytes) -> None:
+        """Note that a key is being used, until `end_use`."""
+        with self._changed:
+            self._used[token] += 1
+
+    def end_use(self, token: bytes) -> None:
+        """Note that it is used once less."""
+        with self._changed:
+            self._used[token] -= 1
+            if not self._used[token]:
+                del self._used[token]
+            self._changed.notify_all()
 
     def quiesce(self, token: bytes, timeout_s: float) -> bool:
         """Wait until nothing that was begun under a withdrawn key is under way any more."""
@@ -310,23 +311,28 @@ class StorageService:
         self._answer(link, ask, AnswerKind.DONE, content=content)
 
     def _serve(self, link: PeerLink, ask: Ask, offer: Offer) -> None:
-        pieces = ask.pieces(BUFFER_BYTES)
-        ask.buffer_key(link.name)
-        if out_of_bounds(*pieces, offer.nbytes) is not None:
+        offsets, lengths = ask.pieces(ASK_BYTES_MAX)
+        places, key = ask.buffer_places(lengths), ask.buffer_key(link.name)
+        inside = out_of_bounds(offsets, lengths, offer.nbytes) is None
+        if not inside or out_of_bounds(places, lengths, key.nbytes) is not None:
             self._answer(link, ask, AnswerKind.OUT_OF_BOUNDS)
             return
 
-        def done(error: TransferError | None) -> None:
+        def end(error: TransferError | None) -> None:
             kind = AnswerKind.DONE if error is None else AnswerKind.FAILED
             self._answer(link, ask, kind, "" if error is None else str(error))
 
-        work = _ServedAsk(self, link.name, ask, offer, pieces)
+        ends = (offsets, places) if ask.kind is AskKind.READ else (places, offsets)
+        work = ServedAsk(self, link.name, ask, offer, key, Pieces(*ends, lengths), end)
         try:
-            self._queue().submit(work, ask.kind.name.lower(), work.deadline, done, wait=False)
+            if not work.begin():
+                operation = ask.kind.name.lower()
+                self._queue().submit(work, operation, work.deadline, work.performed, wait=False)
         except TransferTimeout:
+            work.drop()
             self._answer(link, ask, AnswerKind.BUSY)
         except TransferError as error:
-            self._answer(link, ask, AnswerKind.FAILED, str(error))
+            work.end(error)
 
     def _answer(
         self,
@@ -339,22 +345,6 @@ class StorageService:
     ) -> None:
         answer = Answer(ask.id, kind, reason[:REASON_MAX], content)
         link.control.send(encode_control(ControlKind.STORAGE_ANSWER, encode(answer)))
-
-
-class _Using:
-    def __init__(self, changed: threading.Condition, used: Counter[bytes], token: bytes) -> None:
-        self._changed, self._used, self._token = changed, used, token
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self._used[self._token] += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._used[self._token] -= 1
-            if not self._used[self._token]:
-                del self._used[self._token]
-            self._changed.notify_all()
 
 
 def _raise_refusal(peer: str, kind: AskKind, answer: Answer) -> None:

@@ -5,6 +5,7 @@
     own storage   own storage           through a bounce buffer; GPUs that reach one another do not
     own storage   peer's host memory    through a bounce buffer, then over the peer's rails
     any           peer's storage        the owner moves it between its storage and our buffer
+    shared host   peer's file, written  on one host the owner takes it from where it lies
     any           GPU of this host      through CUDA IPC, without the owner, where it can be opened
 
 Everything here is asynchronous: the call returns at once, threads of the storage or of this
@@ -28,7 +29,7 @@ from transfer.immediates import ImmediateBoard
 from transfer.memory.memory import Memory
 from transfer.memory.region import Access, Bytes, OfferTable, Region, RegionKey
 from transfer.peer import PeerLink, PeerTable
-from transfer.pieces import EMPTY, Pieces
+from transfer.pieces import EMPTY, CopyPieces, Pieces
 from transfer.priority import Priority
 from transfer.rails.slices import cut
 from transfer.storage.batch_queue import BatchQueue, Work
@@ -42,11 +43,12 @@ from transfer.storage.bounce import (
     StorageEnd,
     near_end,
 )
-from transfer.storage.messages import PIECES_MAX, AskKind
+from transfer.storage.messages import ASK_BYTES_MAX, PIECES_MAX, AskKind
 from transfer.storage.opened_work import OpenedWork
-from transfer.storage.service import Asking, PeerStorageEnd, StorageService
+from transfer.storage.service import Asking, PeerStorageEnd, StorageService, UnstagedWrite
+from transfer.storage.source_keys import SourceKeys
 from transfer.storage.storage import Done, Storage, StorageRegion, make_region
-from transfer.wire import ControlKind
+from transfer.wire import ControlKind, encode_control
 
 THREADS: Final = 4
 SERVING_THREADS: Final = 4  # as many as a requester has: else its threads wait for one another
@@ -86,8 +88,15 @@ class Staging:
         self._windows = CudaWindows(self.devices)
         self._asking = Asking(table)
         self._service = StorageService(
-            offers, board, moves, Bounces(offers), self._serving_queue, self._map_buffer
+            offers,
+            board,
+            moves,
+            Bounces(offers),
+            self._serving_queue,
+            self._mapped_buffer,
+            self._map_buffer,
         )
+        self._source_keys = SourceKeys(offers, self._tell_withdrawn)
 
     def register(self, memory: Memory | torch.Tensor | Storage) -> Region:
         """As `TransferEngine.register`."""
@@ -123,15 +132,8 @@ class Staging:
             if immediate is not None:
                 self._signal(peer, target, immediate, deadline, priority)
 
-        self._reach(
-            source,
-            target,
-            pieces,
-            priority,
-            self._track(handle, signal),
-            write=True,
-            deadline=deadline,
-        )
+        moved = self._track(handle, signal)
+        self._reach(source, target, pieces, priority, moved, write=True, deadline=deadline)
         return handle
 
     def read(
@@ -142,6 +144,7 @@ class Staging:
         pieces: Pieces,
         deadline: float,
         priority: Priority | None = None,
+        copy: CopyPieces | None = None,
     ) -> Transfer:
         """As `Mover.read`, where the source or the target is a storage. Checked already."""
         handle = _handle(peer, "read", target, source, pieces, deadline)
@@ -150,16 +153,11 @@ class Staging:
             moved = self._track(handle, _nothing)
             shifted = _shift(pieces, offer.offset, 0)
             self.move(offer.region, target, shifted, "read", deadline, moved)
-        else:
-            self._reach(
-                target,
-                source,
-                pieces,
-                priority,
-                self._track(handle, _nothing),
-                write=False,
-                deadline=deadline,
-            )
+            return handle
+        moved = self._track(handle, _nothing)
+        self._reach(
+            target, source, pieces, priority, moved, write=False, deadline=deadline, copy=copy
+        )
         return handle
 
     def on_frame(self, link: PeerLink, kind: ControlKind, content: bytes) -> None:
@@ -180,6 +178,7 @@ class Staging:
 
     def expire(self, now: float) -> None:
         """Fail transfers that are beyond their deadlines, even if a disk hangs. At every tick."""
+        self._source_keys.drop_gone()
         for handle in [handle for handle in list(self._open) if handle.deadline <= now]:
             self._open.discard(handle)
             handle.finish(handle.timed_out())
@@ -187,6 +186,7 @@ class Staging:
     def forget(self, peer: str) -> None:
         """Free what a lost peer could access, and what was open of it."""
         self._bounces.forget(peer)
+        self._source_keys.forget(peer)
         self._windows.forget(peer)
 
     def drop(self, peer: str, token: bytes) -> None:
@@ -258,8 +258,9 @@ class Staging:
         self, source: End, target: End, pieces: Pieces, deadline: float, peer: str = ""
     ) -> StagedWork:
         """Return the work of moving pieces from one end to the other, through buffers."""
-        steps = cut(pieces, slice_bytes=BUFFER_BYTES, slice_pieces=PIECES_MAX)
-        return StagedWork(self._bounces, source, target, steps, peer=peer, deadline=deadline)
+        return StagedWork(
+            self._bounces, source, target, _steps(pieces), peer=peer, deadline=deadline
+        )
 
     def _reach(
         self,
@@ -271,16 +272,25 @@ class Staging:
         *,
         write: bool,
         deadline: float,
+        copy: CopyPieces | None = None,
     ) -> None:
         """Move between a region of ours and a peer's window."""
-        ends = near_end(own), self._far_end(key.owner, key, priority)
+        same_host = self._table.ready(key.owner).backend == "shared_memory"
+        operation = "write" if write else "read"
+        if same_host and write and key.kind == "file" and own.kind == "host":
+            source_key = self._source_keys.get(own, key.owner)
+            if source_key is not None:
+                steps = _steps(pieces, ASK_BYTES_MAX)
+                unstaged = UnstagedWrite(self._asking, key, source_key, steps, deadline)
+                self._own_queue().submit(unstaged, operation, deadline, done)
+                return
+        ends = near_end(own, copy), self._far_end(key.owner, key, priority)
         source, target = ends if write else ends[::-1]
         peer = "" if key.kind == "host" else key.owner
         work: Work = self.staged(source, target, pieces, deadline, peer)
-        same_host = self._table.ready(key.owner).backend == "shared_memory"
         if same_host and key.kind.startswith("cuda") and Access(key.rights) == BOTH:
             work = OpenedWork(self, own, key, pieces, work, write=write, deadline=deadline)
-        self._own_queue().submit(work, "write" if write else "read", deadline, done)
+        self._own_queue().submit(work, operation, deadline, done)
 
     def open_window(self, key: RegionKey, deadline: float) -> StorageRegion:
         """Open a peer's device memory here; waits.
@@ -301,6 +311,16 @@ class Staging:
         if link.backend != "shared_memory" or not key.shareable:
             return None
         return link.windows.get(key, deadline).array
+
+    def _mapped_buffer(self, peer: str, key: RegionKey) -> Bytes | None:
+        link = self._table.get(peer)
+        window = None if link is None else link.windows.find(key)
+        return None if window is None else window.array
+
+    def _tell_withdrawn(self, token: bytes, peer: str) -> None:
+        link = self._table.get(peer)
+        if link is not None:
+            link.control.send(encode_control(ControlKind.WITHDRAWN, token))
 
     def _far_end(self, peer: str, key: RegionKey, priority: Priority | None) -> End:
         self._table.ready(peer)
@@ -353,6 +373,10 @@ def _closed(name: str, operation: str) -> EngineClosed:
 
 def _nothing() -> None:
     """What follows a read."""
+
+
+def _steps(pieces: Pieces, nbytes: int = BUFFER_BYTES) -> list[Pieces]:
+    return cut(pieces, slice_bytes=nbytes, slice_pieces=PIECES_MAX)
 
 
 def _shift(pieces: Pieces, source: int, target: int) -> Pieces:

@@ -38,24 +38,28 @@ class Storage(Protocol):
     def nbytes(self) -> int:
         """Size."""
 
-    def fetch(self, target: Bytes, pieces: Pieces, deadline: float, done: Done) -> None:
+    def fetch(
+        self, target: Bytes, pieces: Pieces, deadline: float, done: Done, *, wait: bool = True
+    ) -> None:
         """Move pieces from here into host memory.
 
-        The bounds have been checked. Returns at once; `done(error)` is called exactly once, from
-        any thread. Until then `target` must stay untouched.
+        The bounds have been checked. Returns once there is room in its queue; `done(error)` is
+        called exactly once, from any thread. Until then `target` must stay untouched.
 
         Args:
             target: [M] uint8, contiguous.
             pieces: source offsets count here, target offsets in `target`.
             deadline: `time.monotonic` after which nothing new is begun.
             done: gets None, or why it failed; then some bytes may be in place.
+            wait: whether to wait for room, until the deadline.
 
         Raises:
+            TransferTimeout: no room; nothing was begun, `done` is not called.
             TransferError: nothing was begun, `done` is not called.
         """
 
     def store(self, source: Bytes, pieces: Pieces, deadline: float, done: Done) -> None:
-        """Move pieces from host memory to here. As `fetch`, the other way."""
+        """Move pieces from host memory to here. As `fetch`, the other way; waits for room."""
 
 
 class StorageRegion(Region):

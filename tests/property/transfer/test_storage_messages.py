@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from configs.schema import FileConfig
 from tests.support.engines import engine_pair, eventually, offer
-from transfer import ProtocolViolation, RegionKey
+from transfer import Memory, ProtocolViolation, RegionKey, allocate
 from transfer.backends.file import FileSlab
 from transfer.storage.bounce import BUFFER_BYTES
 from transfer.storage.messages import (
@@ -54,6 +54,10 @@ def test_an_ask_comes_back(kind: AskKind, pieces: list[tuple[int, int]], immedia
     assert taken == sent
     found = taken.pieces(BUFFER_BYTES)
     assert [part.tolist() for part in found] == [list(offsets), list(lengths)]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    assert taken.buffer_places(found[1]).tolist() == starts
+    elsewhere = ask(kind, offsets=b"", lengths=table(*lengths), places=table(*offsets))
+    assert parse_ask(encode(elsewhere)).buffer_places(found[1]).tolist() == list(offsets)
 
 
 @settings(deadline=None, max_examples=400)
@@ -70,6 +74,7 @@ def test_nonsense_is_refused_and_nothing_else_happens(data: bytes, flips: list[i
                     offsets, lengths = message.pieces(BUFFER_BYTES)
                     assert 0 < int(lengths.sum()) <= BUFFER_BYTES
                     assert len(offsets) == len(lengths)
+                    assert len(message.buffer_places(lengths)) == len(lengths)
                     message.buffer_key("somebody")
             except ProtocolViolation:
                 continue
@@ -91,6 +96,13 @@ def test_nonsense_is_refused_and_nothing_else_happens(data: bytes, flips: list[i
 def test_pieces_that_make_no_sense(offsets: bytes, lengths: bytes) -> None:
     with pytest.raises(ProtocolViolation):
         ask(AskKind.READ, offsets=offsets, lengths=lengths).pieces(BUFFER_BYTES)
+
+
+@pytest.mark.parametrize("places", [table(1), table(1, 2, 3), table(1, 2)[:15]])
+def test_places_of_other_pieces(places: bytes) -> None:
+    sent = ask(AskKind.READ, offsets=table(1, 2), lengths=table(5, 6), places=places)
+    with pytest.raises(ProtocolViolation):
+        sent.buffer_places(sent.pieces(BUFFER_BYTES)[1])
 
 
 def test_a_buffer_of_somebody_else_is_refused() -> None:
@@ -145,3 +157,43 @@ def test_nonsense_ends_the_connection_and_is_counted(slab: FileSlab) -> None:
         link.control.send(encode_control(ControlKind.STORAGE_ASK, secrets.token_bytes(50)))
         eventually(lambda: not link.alive, "the connection is closed")
         assert b.statistics().malformed == 1
+
+
+@pytest.mark.parametrize("shareable", [True, False], ids=["memory", "tensor"])
+@pytest.mark.parametrize("kind", [AskKind.READ, AskKind.WRITE])
+@given(place=st.integers(-10, 8200) | st.integers(-(2**62), 2**62), length=st.integers(1, 4096))
+@settings(
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_an_ask_never_leaves_the_buffer_that_it_names(
+    slab: FileSlab, kind: AskKind, shareable: bool, place: int, length: int
+) -> None:
+    with slab, engine_pair("shared_memory") as (a, b):
+        window = offer(b, b.register(slab), a)
+        memory = allocate(16_384) if shareable else torch.zeros(16_384, dtype=torch.uint8)
+        buffer = a.register(memory)
+        buffer.tensor[:] = torch.randint(1, 256, (16_384,), dtype=torch.uint8)
+        before = buffer.tensor.clone()
+        content = torch.randint(0, 256, (length,), dtype=torch.uint8)
+        slab.write(content, 0, 0, length)
+        key = offer(a, buffer, b, offset=4096, nbytes=8192)
+        answers: list[Answer] = []
+        a._staging._asking.on_answer = lambda peer, content: answers.append(parse_answer(content))
+        fields = {"key": key.encode(), "offsets": table(0), "lengths": table(length)}
+        message = ask(kind, **{**fields, "token": window.token, "places": table(place)})
+        link = a._table.ready(b.name)
+        link.control.send(encode_control(ControlKind.STORAGE_ASK, encode(message)))
+        eventually(lambda: bool(answers), "an answer comes")
+        inside = place >= 0 and place + length <= 8192
+        assert (answers[0].kind is AnswerKind.DONE) == inside
+        held = torch.zeros(length, dtype=torch.uint8)
+        slab.read(held, 0, 0, length)
+        start = 4096 + place
+        if inside and kind is AskKind.READ:
+            before[start : start + length] = content
+        elif inside:
+            content = before[start : start + length]
+        assert torch.equal(held, content)
+        assert torch.equal(buffer.tensor, before)
+        if isinstance(memory, Memory):
+            memory.close()
