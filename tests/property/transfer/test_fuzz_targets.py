@@ -18,20 +18,33 @@ ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 2
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_no_input_was_found_that_breaks_it(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fuzz.run", name, "--seconds", str(SECONDS),
+def test_no_input_was_found_that_breaks_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fuzz.run", *TARGETS, "--seconds", str(SECONDS),
                "--findings", str(tmp_path)]  # fmt: skip
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
+        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     if done.returncode == SKIPPED:
         pytest.skip("atheris is not installed")
     assert done.returncode == 0, done.stderr[-3000:]
-    found = re.search(r"number_of_executed_units: (\d+)", done.stderr)
-    assert found is not None
-    assert int(found.group(1)) > 1000, "it did run"
+    found = re.findall(r"^fuzzing (\w+)|number_of_executed_units: (\d+)", done.stderr, re.MULTILINE)
+    assert [name for name, _ in found[::2]] == list(TARGETS), done.stderr[-3000:]
+    assert all(int(count) > 1000 for _, count in found[1::2]), "each did run"
+
+
+def test_a_finding_is_kept_and_is_a_failure_not_a_skip(tmp_path: Path) -> None:
+    line = "import pathlib, sys; from fuzz.run import reporting; data = sys.argv[2].encode()"
+    line += "; reporting(lambda data: 1 / (data != b'Q'), pathlib.Path(sys.argv[1]))(data)"
+    for data, code in (("R", 0), ("Q", 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", line, str(tmp_path), data],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == code != SKIPPED, done.stderr
+    (finding,) = tmp_path.iterdir()
+    assert finding.read_bytes() == b"Q"
+    assert "ZeroDivisionError" in done.stderr
 
 
 @pytest.mark.parametrize("name", TARGETS)
