@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 Ints = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 
 compiled: ModuleType | None
@@ -37,7 +38,13 @@ WRITE_STREAM_BYTES_MIN: Final = 128 << 10
 
 
 def checksums_of(memory: Bytes, offsets: Ints, lengths: Ints) -> list[int]:
-    """Return the xxh3_64 of each piece `memory[offset : offset + length]`.
+    """As `checksum_column`, as integers."""
+    found: list[int] = checksum_column(memory, offsets, lengths).tolist()
+    return found
+
+
+def checksum_column(memory: Bytes, offsets: Ints, lengths: Ints) -> Sums:
+    """Return the xxh3_64 of each piece `memory[offset : offset + length]`, [N] uint64.
 
     Args:
         memory: [.] uint8, contiguous.
@@ -46,12 +53,13 @@ def checksums_of(memory: Bytes, offsets: Ints, lengths: Ints) -> list[int]:
     """
     if compiled is not None and len(lengths) and int(lengths.min()) > _native.SHORT_BYTES:
         sums = _native.sums(memory.ctypes.data, _plain(offsets), _plain(lengths))
-        return _integers(sums)
+        return np.frombuffer(sums, dtype=np.uint64)
     view = memory.data
-    return [
+    found = [
         xxhash.xxh3_64_intdigest(view[offset : offset + length])
         for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True)
     ]
+    return np.array(found, dtype=np.uint64)
 
 
 def copy_with_checksums(
@@ -63,7 +71,23 @@ def copy_with_checksums(
     *,
     stream_bytes: int = READ_STREAM_BYTES_MIN,
 ) -> list[int]:
-    """Copy pieces, and return the xxh3_64 of each as it lies in the target.
+    """As `copy_and_sum`, with the checksums as integers."""
+    found: list[int] = copy_and_sum(
+        target, source, target_offsets, source_offsets, lengths, stream_bytes=stream_bytes
+    ).tolist()
+    return found
+
+
+def copy_and_sum(
+    target: Bytes,
+    source: Bytes,
+    target_offsets: Ints,
+    source_offsets: Ints,
+    lengths: Ints,
+    *,
+    stream_bytes: int = READ_STREAM_BYTES_MIN,
+) -> Sums:
+    """Copy pieces, and return the xxh3_64 of each as it lies in the target, [N] uint64.
 
     Args:
         target: [.] uint8, contiguous, not the memory of the source.
@@ -83,11 +107,11 @@ def copy_with_checksums(
             _plain(lengths),
             stream_bytes,
         )
-        return _integers(sums)
+        return np.frombuffer(sums, dtype=np.uint64)
     rows = zip(target_offsets.tolist(), source_offsets.tolist(), lengths.tolist(), strict=True)
     for to, start, length in rows:
         target[to : to + length] = source[start : start + length]
-    return checksums_of(target, target_offsets, lengths)
+    return checksum_column(target, target_offsets, lengths)
 
 
 def copy_with_checksum(
@@ -106,13 +130,6 @@ def copy_with_checksum(
         return int.from_bytes(sums, sys.byteorder)
     target[target_offset : target_offset + nbytes] = source[source_offset : source_offset + nbytes]
     return xxhash.xxh3_64_intdigest(target.data[target_offset : target_offset + nbytes])
-
-
-def _integers(sums: bytes) -> list[int]:
-    if len(sums) == 8:
-        return [int.from_bytes(sums, "little" if np.little_endian else "big")]
-    found: list[int] = np.frombuffer(sums, dtype=np.uint64).tolist()
-    return found
 
 
 def _plain(column: Ints) -> Ints:

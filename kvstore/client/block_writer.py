@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.block_sums import Sums
 from kvstore.client.steps import Steps, reach, settle, work
-from kvstore.copying import WRITE_STREAM_BYTES_MIN, copy_with_checksums
+from kvstore.copying import WRITE_STREAM_BYTES_MIN, copy_and_sum
 from kvstore.errors import NodeUnreachable
 from kvstore.wire.messages import Allocated, HeldBlocks, NodeAddress
 from kvstore.wire.peer_messages import Written, encode_to_node
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
+NOTHING: Final = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,8 +73,10 @@ class BlockWriter:
     ) -> Steps[WriteResult]:
         """Write the granted copies: row i is copy `i % replicas` of block `i // replicas`.
 
-        Each node also learns what it holds now, before the master does: a node that knows of a
-        block too many is harmless, one too few would lose it with the master.
+        Checksums that are not known yet come with the copy into mapped memory; others are taken
+        while the transfers are under way. Each node also learns what it holds now, before the
+        master does: a node that knows of a block too many is harmless, one too few would lose it
+        with the master.
         """
         node_idx = np.array(granted.node_idx, dtype=np.int64)
         offsets = np.array(granted.offsets, dtype=np.int64)
@@ -92,11 +95,12 @@ class BlockWriter:
                 # Raised at once, so nothing is under way, unless others had been started before.
                 (result.unsettled if started else result.aborted).extend(rows.tolist())
                 continue
-            if changed:  # their checksums are those of bytes that are no more
+            if len(changed):  # their checksums are those of bytes that are no more
                 logger.warning("%s blocks changed while they were being put", len(changed))
                 result.aborted += rows[changed].tolist()
                 rows = np.delete(rows, changed)
             under_way.append(_UnderWay(where=where, rows=rows, transfers=started))
+        yield from _sum_up(source, [written.rows // replicas for written in under_way])
         for written in under_way:
             yield from self._end(source, written, offsets, replicas, result)
         return result
@@ -109,27 +113,16 @@ class BlockWriter:
         offsets: Ints,
         started: list[Transfer],
         deadline_s: float,
-    ) -> Steps[list[int]]:
+    ) -> Steps[Ints]:
         """Start the writes of some blocks; return those, by position, that turn out changed."""
         key = self._segments.known(where)
         if key is None:
             key = yield from reach(where, deadline_s)
         pieces, granted = source.pieces_of(blocks)
         targets = offsets[granted] + pieces.starts
-        if source.pieces.one_each and pieces.nbytes >= WRITE_STREAM_BYTES_MIN:
-            mapped = self._engine.in_place(where.node, key)
-            if mapped is not None:
-                found = copy_into(where.node, mapped, pieces, targets)
-                wanted = [source.checksums[block] for block in blocks.tolist()]
-                return [i for i, checksum in enumerate(wanted) if found[i] != checksum]
-        if len(pieces) == 1 and self._engine.in_place(where.node, key) is not None:
-            # Into mapped memory: numbers instead of columns are the engine's shortest way.
-            transfer = self._engine.write(
-                where.node, pieces.regions[int(pieces.region_idx[0])], key, int(pieces.offsets[0]),
-                int(targets[0]), int(pieces.lengths[0]), priority=Priority.KV_PUT,
-            )  # fmt: skip
-            started.append(transfer)
-            return []
+        mapped = self._engine.in_place(where.node, key) if source.pieces.one_each else None
+        if mapped is not None:
+            return source.sums.meet(blocks, copy_into(where.node, mapped, pieces, targets))
         for region, rows in pieces.by_region(np.arange(len(pieces))):
             transfer = self._engine.write(
                 where.node,
@@ -142,7 +135,7 @@ class BlockWriter:
                 timeout_s=max(0.001, deadline_s - time.monotonic()),
             )
             started.append(transfer)
-        return []
+        return NOTHING
 
     def _end(
         self,
@@ -161,7 +154,7 @@ class BlockWriter:
                 failure = error
         try:
             if failure is None:
-                blocks = (written.rows // replicas).tolist()
+                blocks = written.rows // replicas
                 self._tell(written.where, source.held(blocks, offsets[written.rows].tolist()))
         except TransferError as error:
             failure = error
@@ -184,21 +177,25 @@ class BlockWriter:
         result.lost_nodes.append(where.node)
 
 
-def copy_into(node: str, mapped: InPlace, pieces: Pieces, targets: Ints) -> list[int]:
+def _sum_up(source: Source, under_way: list[Ints]) -> Steps[None]:
+    """Take the checksums that nobody has yet, of blocks that are being written."""
+    if source.sums.complete or not under_way:
+        return
+    missing = source.sums.missing(np.concatenate(under_way))
+    if len(missing):
+        yield from work(int(source.lengths[missing].sum()))
+        source.sums.meet(missing, source.sum_up(missing))
+
+
+def copy_into(node: str, mapped: InPlace, pieces: Pieces, targets: Ints) -> Sums:
     """Copy pieces into memory that is mapped here; return the checksum of each as it lies there."""
     if (targets < 0).any() or (targets + pieces.lengths > len(mapped.array)).any():
         raise AccessRefused(node, "a block outside of its segment")
     found = np.zeros(len(pieces), dtype=np.uint64)
     for region, rows in pieces.by_region(np.arange(len(pieces))):
-        found[rows] = copy_with_checksums(
+        found[rows] = copy_and_sum(
             mapped.array, region.array, targets[rows], pieces.offsets[rows], pieces.lengths[rows],
             stream_bytes=WRITE_STREAM_BYTES_MIN,
         )  # fmt: skip
     mapped.wrote_bytes(pieces.nbytes)
-    checksums: list[int] = found.tolist()
-    return checksums
-
-
-def stored_blocks(rows: Sequence[int], stored: Sequence[bool], replicas: int) -> set[int]:
-    """Which blocks have at least one copy that was committed."""
-    return {row // replicas for row, good in zip(rows, stored, strict=True) if good}
+    return found

@@ -107,7 +107,8 @@ class ClientCore:
         deadline_s = self.deadline(timeout_s)
         names = self.names(keys)
         check_complete(pieces, len(names))
-        yield from work(pieces.nbytes)  # its checksums
+        if options.chunk_bytes or options.pin is not m.Pin.NONE:
+            yield from work(pieces.nbytes)  # its checksums
         if not options.chunk_bytes:
             source = plain_source(names, pieces, options, self.tenant.name)
             return tuple((yield from self.writing.put(source, deadline_s=deadline_s)))

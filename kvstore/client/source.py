@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.checksum import block_checksums, joined_checksum, part_table, table_checksum
+from kvstore.checksum import joined_checksum, part_table, table_checksum
+from kvstore.client.block_sums import BlockSums, Sums
 from kvstore.client.pieces import Pieces
 from kvstore.client.put_options import PutOptions
+from kvstore.copying import checksum_column
 from kvstore.wire.messages import HeldBlocks, Pin
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ class Source:
     Attributes:
         keys: Names, as the pool knows them.
         lengths: [N] int64, bytes of payload.
-        checksums: Of each.
+        sums: Checksums of each: from the beginning, or from whoever copies or sums them up.
         pieces: Where the bytes are, part tables included (as pieces behind the payload).
         first_piece: [N + 1] int64: pieces `[first_piece[i], first_piece[i + 1])` are block i's.
         options: How to store them.
@@ -36,7 +39,7 @@ class Source:
 
     keys: Sequence[bytes]
     lengths: Ints
-    checksums: Sequence[int]
+    sums: BlockSums
     pieces: Pieces
     first_piece: Ints
     options: PutOptions
@@ -64,21 +67,40 @@ class Source:
         return Source(
             keys=[self.keys[i] for i in blocks],
             lengths=self.lengths[chosen],
-            checksums=[self.checksums[i] for i in blocks],
+            sums=self.sums.of(chosen),
             pieces=pieces.naming(positions, one_each=self.pieces.one_each),
             first_piece=_first_pieces(positions, len(chosen)),
             options=self.options,
             tenant=self.tenant,
         )
 
-    def held(self, blocks: Sequence[int], offsets: list[int]) -> HeldBlocks:
+    def sum_up(self, blocks: Ints) -> Sums:
+        """Return the checksums of the payloads of some blocks, [len(blocks)] uint64."""
+        pieces, positions = self.pieces_of(blocks)
+        if pieces.one_each or len(pieces) == len(blocks):
+            sums = np.zeros(len(blocks), dtype=np.uint64)
+            for region, rows in pieces.by_region(np.arange(len(pieces))):
+                offsets, lengths = pieces.offsets[rows], pieces.lengths[rows]
+                sums[rows] = checksum_column(region.array, offsets, lengths)
+            return sums
+        bounds = _first_pieces(positions, len(blocks)).tolist()
+        return np.array(
+            [
+                joined_checksum(pieces.arrays(range(first, last)))
+                for first, last in pairwise(bounds)
+            ],
+            dtype=np.uint64,
+        )
+
+    def held(self, blocks: Ints, offsets: list[int]) -> HeldBlocks:
         """Describe blocks that lie at these offsets of a segment now."""
         count, options = len(blocks), self.options
+        everything = count == self.num_blocks and bool((np.diff(blocks) == 1).all())
         return HeldBlocks(
-            keys=[self.keys[i] for i in blocks],
+            keys=list(self.keys) if everything else [self.keys[i] for i in blocks.tolist()],
             offsets=offsets,
             lengths=self.lengths[blocks].tolist(),
-            checksums=[self.checksums[i] for i in blocks],
+            checksums=self.sums.values[blocks].tolist(),
             pinned=[options.pin is Pin.HARD] * count,
             chunk_bytes=[options.chunk_bytes] * count if options.chunk_bytes else [],
             tenants=[self.tenant] * count if self.tenant else [],
@@ -87,7 +109,10 @@ class Source:
 
 
 def plain_source(keys: Sequence[bytes], pieces: Pieces, options: PutOptions, tenant: str) -> Source:
-    """Describe blocks without part tables; their checksums are computed here.
+    """Describe blocks without part tables.
+
+    Their checksums are taken on the way, by `BlockWriter`, so that no byte is read twice; of those
+    that are pinned here, since the pin may concern blocks that are there already.
 
     Args:
         keys: [N] names.
@@ -98,26 +123,20 @@ def plain_source(keys: Sequence[bytes], pieces: Pieces, options: PutOptions, ten
     assert not options.chunk_bytes, options
     one_each = pieces.one_each
     first = np.arange(len(keys) + 1) if one_each else _first_pieces(pieces.blocks, len(keys))
-    if one_each and len(pieces.regions) == 1:
-        array = pieces.regions[0].array
-        checksums = block_checksums(array, pieces.offsets, pieces.lengths)
-        lengths = pieces.lengths
-    else:
-        bounds = first.tolist()
-        checksums = [
-            joined_checksum(pieces.arrays(range(bounds[i], bounds[i + 1])))
-            for i in range(len(keys))
-        ]
-        lengths = np.add.reduceat(pieces.lengths, first[:-1])
-    return Source(
+    lengths = pieces.lengths if one_each else np.add.reduceat(pieces.lengths, first[:-1])
+    source = Source(
         keys=keys,
         lengths=lengths,
-        checksums=checksums,
+        sums=BlockSums.unknown(len(keys)),
         pieces=pieces,
         first_piece=first,
         options=options,
         tenant=tenant,
     )
+    if options.pin is not Pin.NONE:
+        everything = np.arange(len(keys))
+        source.sums.meet(everything, source.sum_up(everything))
+    return source
 
 
 def chunked_source(
@@ -156,7 +175,7 @@ def chunked_source(
     source = Source(
         keys=keys,
         lengths=lengths,
-        checksums=[table_checksum(table) for table in tables],
+        sums=BlockSums.told([table_checksum(table) for table in tables]),
         pieces=joined,
         first_piece=_first_pieces(joined.blocks, len(keys)),
         options=options,

@@ -1,6 +1,6 @@
 """Storing blocks: allocate at the master, write one-sided, commit at the master.
 
-put      Allocate ─▶ granted rows ─▶ one write per segment ─▶ Finish ─▶ outcomes
+put      Allocate ─▶ granted rows ─▶ one write per segment ─▶ Finish, checksums ─▶ outcomes
          NO_SPACE, and the caller waits: a pause, and again for those blocks alone
          NO_SPACE of a master that has just started: so too, whatever the caller says
          written, but the master knows nothing of it (it is a new one): again for those alone
@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvstore.client.block_writer import stored_blocks
-from kvstore.client.steps import Steps, pause
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.steps import Steps, pause, work
 from kvstore.errors import MasterUnavailable
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PutOutcome
@@ -138,7 +140,7 @@ class Writing:
             batch=batch,
             keys=list(source.keys),
             lengths=source.lengths.tolist(),
-            checksums=list(source.checksums),
+            checksums=source.sums.values.tolist() if source.sums.complete else [],
             chunk_bytes=options.chunk_bytes,
             pin=options.pin,
             pin_s=options.pin_s,
@@ -154,6 +156,8 @@ class Writing:
             granted = yield from self._master.ask(request, m.Allocated, timeout_s=left_s)
             self._record.told_abandoned(abandoned)
             attempt = _Attempt(list(granted.outcomes), granted.retry_s, granted.provisional)
+            if granted.checksums:
+                yield from _compare(source, granted, attempt.outcomes)
             if not granted.nodes:
                 return attempt
             write.granted([(n.node, n.segment) for n in granted.nodes], put_s=granted.put_s)
@@ -166,26 +170,35 @@ class Writing:
             in_doubt = {granted.node_idx[row] for row in result.unsettled}
             write.end((n.node, n.segment) for i, n in enumerate(granted.nodes) if i in in_doubt)
         self._record.shun(result.lost_nodes)
-        stored = yield from self._finish(batch, result, replicas)
-        for block, outcome in enumerate(attempt.outcomes):
-            if outcome is PutOutcome.GRANTED:
-                attempt.outcomes[block] = (
-                    PutOutcome.STORED if block in stored else PutOutcome.FAILED
-                )
-        attempt.lost = {row // replicas for row in result.written} - stored
+        written = np.array(result.written, dtype=np.int64) // replicas
+        # What it was told before it need not be told again.
+        sums = [] if request.checksums else source.sums.values[written].tolist()
+        committed = yield from self._finish(batch, result, sums)
+        stored = np.zeros(source.num_blocks, dtype=bool)
+        stored[written[committed]] = True
+        attempt.outcomes = [
+            outcome if outcome is not PutOutcome.GRANTED
+            else PutOutcome.STORED if good else PutOutcome.FAILED
+            for outcome, good in zip(attempt.outcomes, stored.tolist(), strict=True)
+        ]  # fmt: skip
+        attempt.lost = set(written[~stored[written]].tolist())
         return attempt
 
-    def _finish(self, batch: int, result: WriteResult, replicas: int) -> Steps[set[int]]:
+    def _finish(
+        self, batch: int, result: WriteResult, checksums: list[int]
+    ) -> Steps[NDArray[np.bool_]]:
+        """End a put; return which of the written copies are copies of blocks now."""
         request = m.Finish(
             client=self._record.name,
             batch=batch,
             committed=result.written,
             aborted=result.aborted,
             unsettled=result.unsettled,
+            checksums=checksums,
         )
         # Its own deadline: the bytes are there, and giving up now would waste them.
         finished = yield from self._master.ask(request, m.Finished)
-        return stored_blocks(result.written, finished.stored, replicas)
+        return np.array(finished.stored, dtype=bool)
 
     def _count(self, outcomes: Sequence[PutOutcome]) -> None:
         stored, failed = outcomes.count(PutOutcome.STORED), outcomes.count(PutOutcome.FAILED)
@@ -194,3 +207,12 @@ class Writing:
             failed_blocks=failed,
             skipped_blocks=len(outcomes) - stored - failed,
         )
+
+
+def _compare(source: Source, granted: m.Allocated, outcomes: list[PutOutcome]) -> Steps[None]:
+    """Tell blocks that exist from others of their names and lengths."""
+    exist = np.flatnonzero([outcome is PutOutcome.EXISTS for outcome in outcomes])
+    yield from work(int(source.lengths[exist].sum()))
+    theirs = np.array(granted.checksums, dtype=np.uint64)[exist]
+    for block in exist[source.sum_up(exist) != theirs].tolist():
+        outcomes[block] = PutOutcome.CONFLICT

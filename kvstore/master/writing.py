@@ -24,6 +24,7 @@ from kvstore.wire import messages as m
 
 RETRY_S_MIN, RETRY_S_MAX = 0.005, 1.0
 CHUNK_END: Final = 1 << 32
+NO_CHECKSUM: Final = "a checksum that is not an unsigned 64-bit number"
 
 
 class Writing:
@@ -81,6 +82,7 @@ class Writing:
             pin_s=request.pin_s,
             tenant=tenant.number,
             group=request.group,
+            unsummed=not request.checksums,
         )
 
     def _grant_all(
@@ -100,7 +102,8 @@ class Writing:
         for position, key in enumerate(request.keys):
             row = index.get(key)
             if row is not None:
-                wanted = (request.lengths[position], request.checksums[position])
+                sums, there = request.checksums, catalog.table.checksum[row]
+                wanted = (request.lengths[position], sums[position] if sums else there)
                 outcome = compare(catalog, row, (*wanted, chunk, tenant.number))
                 if outcome is m.PutOutcome.EXISTS and request.pin is not m.Pin.NONE:
                     catalog.pins.strengthen(row, request.pin, request.pin_s, now)
@@ -139,7 +142,7 @@ class Writing:
             rest = slice(len(rows), None)
             rows += catalog.pool.place_over(keys[rest], lengths[rest], space, candidates)
             placed = positions[: len(rows)]
-            checksums = [request.checksums[position] for position in placed]
+            checksums = [_checksum_of(request, position) for position in placed]
             catalog.describe(rows, checksums, request.chunk_bytes, tenant)
             batch.rows.update(zip(placed, rows, strict=True))
             for key, row in zip(keys, rows, strict=False):
@@ -175,7 +178,8 @@ class Writing:
             row = catalog.pool.place(key, length, space, candidates, without=domains)
             if row is None:
                 return m.PutOutcome.GRANTED if copy else catalog.pool.why_not(space)
-            catalog.describe([row], [request.checksums[position]], request.chunk_bytes, tenant)
+            checksum = _checksum_of(request, position)
+            catalog.describe([row], [checksum], request.chunk_bytes, tenant)
             if copy == 0:
                 catalog.puts.hold(key, row)
             batch.rows[position * batch.replicas + copy] = row
@@ -202,7 +206,20 @@ class Writing:
             offsets=[offset[row] if row >= 0 else -1 for row in rows],
             put_s=self._timing.put_s,
             retry_s=self._retry_s(now) if no_space else 0.0,
+            checksums=self._existing_checksums(request, outcomes),
         )
+
+    def _existing_checksums(
+        self, request: m.Allocate, outcomes: Sequence[m.PutOutcome]
+    ) -> list[int]:
+        """Return the checksums with which the writer has to compare its own."""
+        if request.checksums or m.PutOutcome.EXISTS not in outcomes:
+            return []
+        index, checksum = self._catalog.index.rows, self._catalog.table.checksum
+        return [
+            checksum[index[key]] if outcome is m.PutOutcome.EXISTS else 0
+            for key, outcome in zip(request.keys, outcomes, strict=True)
+        ]
 
     def _retry_s(self, now: float) -> float:
         """Return when a lease ends or a segment may be used, whatever is first."""
@@ -218,6 +235,14 @@ class Writing:
         batch = self._catalog.puts.find(request.client, request.batch)
         if batch is None or batch.is_reserved:
             return m.Finished(stored=[False] * len(request.committed))
+        if not equally_long(request.checksums, request.committed if batch.unsummed else ()):
+            return malformed("a checksum for each committed copy, where `Allocate` had none")
+        if not are_checksums(request.checksums):
+            return malformed(NO_CHECKSUM)
+        for place, checksum in zip(request.committed, request.checksums, strict=False):
+            row = batch.rows.get(place)
+            if row is not None:
+                self._catalog.table.checksum[row] = checksum
         # From the last to the first, so that the root of a chain is the youngest.
         stored = [self._catalog.commit(batch, place, now) for place in request.committed[::-1]]
         for place in request.aborted:
@@ -234,16 +259,22 @@ def compare(catalog: Catalog, row: int, wanted: tuple[int, int, int, int]) -> m.
     return m.PutOutcome.EXISTS if found == wanted else m.PutOutcome.CONFLICT
 
 
+def _checksum_of(request: m.Allocate, position: int) -> int:
+    return request.checksums[position] if request.checksums else 0
+
+
 def _problem(request: m.Allocate) -> str:
     """Say what is illegal about a request, if anything."""
-    if not equally_long(request.keys, request.lengths, request.checksums):
+    if not equally_long(request.keys, request.lengths, request.checksums or request.keys):
         return "columns of different lengths"
+    if not request.checksums and request.keys and request.pin is not m.Pin.NONE:
+        return "a pin of blocks without checksums"  # it may concern those that exist
     if request.batch < 0:
         return f"batch {request.batch}"
     if request.lengths and min(request.lengths) <= 0:
         return "a block of no bytes"
     if not are_checksums(request.checksums):
-        return "a checksum that is not an unsigned 64-bit number"
+        return NO_CHECKSUM
     if not 0 <= request.chunk_bytes < CHUNK_END:
         return f"chunks of {request.chunk_bytes} bytes"
     return ""

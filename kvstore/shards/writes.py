@@ -122,7 +122,11 @@ class PutPlans:
             return Merged(reply=m.Finished(stored))
 
         parts = [
-            replace(request, **{name: list(column.get(s, ())) for name, column in columns.items()})
+            replace(
+                request,
+                checksums=pick(request.checksums, list(columns["committed"].get(s, {}).values())),
+                **{name: list(column.get(s, ())) for name, column in columns.items()},
+            )
             for s in shards
         ]
         return Plan(parts=tuple(zip(shards, parts, strict=True)), merge=merge)
@@ -162,6 +166,7 @@ def _merge_allocated(
     num_rows = len(request.keys) * origin.replicas
     results = [m.PutOutcome.FAILED] * len(request.keys)
     node_idx, offsets = [-1] * num_rows, [-1] * num_rows
+    checksums, told = [0] * len(request.keys), False
     put_s, retry_s = float("inf"), 0.0
     for theirs, outcome in zip(origin.positions.values(), outcomes, strict=True):
         if isinstance(outcome, MasterUnavailable):
@@ -171,6 +176,8 @@ def _merge_allocated(
         translated = names.translate(reply.nodes)
         for at, position in enumerate(theirs):
             results[position] = reply.outcomes[at]
+            if reply.checksums:
+                checksums[position], told = reply.checksums[at], True
             for copy in range(origin.replicas):
                 row, mine = at * origin.replicas + copy, position * origin.replicas + copy
                 if reply.node_idx[row] >= 0:
@@ -183,6 +190,7 @@ def _merge_allocated(
         offsets=offsets,
         put_s=put_s,
         retry_s=retry_s,
+        checksums=checksums if told else [],
     )
 
 

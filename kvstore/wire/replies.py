@@ -68,6 +68,8 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
         offsets: [keys * replicas] in the segment; -1: not granted.
         put_s: How long the writer has.
         retry_s: After `NO_SPACE`: when space may come to be, as far as the master can tell.
+        checksums: [keys] of the blocks that exist, if the request told none of its own: `EXISTS`
+            says no more then than that length and parts are the same. Empty if none exists.
         provisional: The master has just started: `NO_SPACE` is not its last word. Filled in where
             the reply arrives, from its envelope.
     """
@@ -78,6 +80,7 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
     offsets: list[int]
     put_s: float
     retry_s: float = 0.0
+    checksums: list[int] = []
     provisional: bool = False
 
 

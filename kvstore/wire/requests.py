@@ -116,7 +116,7 @@ class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
         batch: The client's number of this put.
         keys: Names.
         lengths: Bytes of payload each.
-        checksums: As in `HeldBlocks`.
+        checksums: As in `HeldBlocks`; empty: told in `Finish`, which goes without a pin only.
         chunk_bytes: As in `HeldBlocks`, of all.
         pin: Of all. A block that exists already takes the stronger pin.
         pin_s: How long a soft pin lasts; 0 is the master's default.
@@ -132,7 +132,7 @@ class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
     batch: int
     keys: Keys
     lengths: list[Annotated[int, msgspec.Meta(gt=0)]]
-    checksums: list[int]
+    checksums: list[int] = []
     chunk_bytes: Count = 0
     pin: Pin = Pin.NONE
     pin_s: float = 0.0
@@ -147,7 +147,8 @@ class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """The end of granted copies, by their row in the columns of `Allocated`.
 
-    `aborted`: nothing of them is under way. `unsettled`: the writer cannot tell.
+    `aborted`: nothing of them is under way. `unsettled`: the writer cannot tell. `checksums`: of
+    the committed ones, if `Allocate` had none.
     """
 
     client: Incarnation
@@ -155,6 +156,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     committed: list[int]
     aborted: list[int] = []
     unsettled: list[int] = []
+    checksums: list[int] = []
 
 
 class Reserve(msgspec.Struct, frozen=True, tag="reserve"):

@@ -42,6 +42,7 @@ class PutBatch:
         group: What they go together with.
         source: The row that a planned copy is read from.
         is_reserved: Its only copy is, or was before it went to quarantine, a reserved place.
+        unsummed: Checksums are told with the commit.
         rows: place -> row; places are those of `Allocated.node_idx`.
     """
 
@@ -55,6 +56,7 @@ class PutBatch:
     group: str = ""
     source: int = NO_SOURCE
     is_reserved: bool = False
+    unsummed: bool = False
     rows: dict[int, int] = field(default_factory=dict)
 
 

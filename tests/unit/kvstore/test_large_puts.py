@@ -1,4 +1,4 @@
-"""Large blocks are copied with their checksums: what changes while it is put is not stored."""
+"""Blocks are copied with their checksums: what is stored is what its checksum says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import PutOutcome, RegionPiece, copying
+from kvstore import Pin, PutOptions, PutOutcome, RegionPiece, copying
 from kvstore.client import block_writer
 from kvstore.copying import WRITE_STREAM_BYTES_MIN
 from tests.support.store_pool import Pool
@@ -26,32 +26,61 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_a_block_that_changes_while_it_is_put_is_not_stored(
+class Scene:
+    """A pool whose segment is mapped, two values, and a copy that changes the second one first."""
+
+    def __init__(self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pool = Pool(stack, segment_bytes=SPACE)
+        memory = allocate(2 * NBYTES)
+        stack.callback(memory.close)
+        self.region = self.pool.store.register(memory)
+        self.region.array[:] = np.frombuffer(secrets.token_bytes(2 * NBYTES), dtype=np.uint8)
+        self.pieces = [RegionPiece(self.region, i * NBYTES, NBYTES) for i in range(2)]
+        self.fired = 0
+        assert self.pool.store.put("first use maps", b"x" * 1000) is PutOutcome.STORED
+        monkeypatch.setattr(block_writer, "copy_and_sum", self._disturbed)
+
+    def _disturbed(self, target: Any, source: Any, *columns: Any, **how: Any) -> Any:
+        source[NBYTES + 7] ^= 1
+        self.fired += 1
+        return copying.copy_and_sum(target, source, *columns, **how)
+
+    def nothing_left(self) -> bool:
+        statistics = self.pool.store.client.master_statistics()
+        return statistics.open_puts == 0 == statistics.quarantined_bytes
+
+
+def test_a_block_that_changes_after_its_checksum_was_told_is_not_stored(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = Pool(stack, segment_bytes=SPACE)
-    memory = allocate(2 * NBYTES)
-    stack.callback(memory.close)
-    region = pool.store.register(memory)
-    region.array[:] = np.frombuffer(secrets.token_bytes(2 * NBYTES), dtype=np.uint8)
-    pieces = [RegionPiece(region, i * NBYTES, NBYTES) for i in range(2)]
-    copy, fired = copying.copy_with_checksums, []
-
-    def disturbed(target: Any, source: Any, *columns: Any, **how: Any) -> list[int]:
-        source[NBYTES + 7] ^= 1
-        fired.append(True)
-        return copy(target, source, *columns, **how)
-
-    assert pool.store.put("first use maps the memory", b"x" * 1000) is PutOutcome.STORED
-    monkeypatch.setattr(block_writer, "copy_with_checksums", disturbed)
-    outcomes = pool.store.put_batch(["quiet", "restless"], pieces)
-    assert fired
+    scene = Scene(stack, monkeypatch)
+    store, region = scene.pool.store, scene.region
+    options = PutOptions(pin=Pin.SOFT)  # pins may concern what exists: checksums are told first
+    outcomes = store.put_batch(["quiet", "restless"], scene.pieces, options=options)
+    assert scene.fired == 1
     assert outcomes == (PutOutcome.STORED, PutOutcome.FAILED)
     monkeypatch.undo()
-    assert pool.store.get("quiet") == region.array[:NBYTES].tobytes()
-    assert pool.store.get("restless") is None
-    assert pool.store.put("restless", pieces[1]) is PutOutcome.STORED
-    assert pool.store.get("restless") == region.array[NBYTES:].tobytes()
-    statistics = pool.store.client.master_statistics()
-    assert statistics.open_puts == 0
-    assert statistics.quarantined_bytes == 0
+    assert store.get("quiet") == region.array[:NBYTES].tobytes()
+    assert store.get("restless") is None
+    assert store.put("restless", scene.pieces[1]) is PutOutcome.STORED
+    assert store.get("restless") == region.array[NBYTES:].tobytes()
+    assert scene.nothing_left()
+
+
+def test_a_block_that_changes_before_it_is_copied_is_stored_as_it_was_copied(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(stack, monkeypatch)
+    store, region = scene.pool.store, scene.region
+    outcomes = store.put_batch(["quiet", "restless"], scene.pieces)
+    assert scene.fired == 1
+    assert outcomes == (PutOutcome.STORED, PutOutcome.STORED)
+    monkeypatch.undo()
+    assert store.get("quiet") == region.array[:NBYTES].tobytes()
+    assert store.get("restless") == region.array[NBYTES:].tobytes()
+    region.array[NBYTES + 7] ^= 1
+    again = store.put_batch(["quiet", "restless"], scene.pieces)
+    assert again == (PutOutcome.EXISTS, PutOutcome.CONFLICT)  # by their checksums, not their names
+    region.array[NBYTES + 7] ^= 1
+    assert set(store.put_batch(["quiet", "restless"], scene.pieces)) == {PutOutcome.EXISTS}
+    assert scene.nothing_left()

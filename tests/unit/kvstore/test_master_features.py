@@ -35,6 +35,42 @@ def test_a_node_lends_several_segments_and_shares_of_them():
     assert only_disk.put("w", 1) == ["granted"], "where there is nothing else"
 
 
+def test_checksums_may_be_told_with_the_commit():
+    scene = Scene("a", "b")
+    scene.put("w", 1, checksum=11)
+    request = m.Allocate("w", 9, [key(1), key(2), key(3)], [BLOCK] * 3, replicas=2)
+    granted = scene.step(request)
+    assert granted.outcomes == ["exists", "granted", "granted"]
+    assert granted.checksums == [11, 0, 0], "for the writer to compare"
+    rows = [2, 3, 4]
+    for wrong in ([], [5, 5], [5, 5, -1], [5, 5, 6, 6]):
+        reason = scene.refused(m.Finish("w", 9, rows, checksums=wrong))
+        assert reason is m.RefusalReason.MALFORMED
+    done = scene.step(m.Finish("w", 9, rows, aborted=[5], checksums=[5, 5, 6]))
+    assert done.stored == [True] * 3
+    assert scene.lookup("r", 1, 2, 3).checksums == [11, 5, 6]
+    assert [len(places) for places in scene.places(2, 3)] == [2, 1]
+    assert scene.step(m.Finish("w", 9, rows, checksums=[5, 5, 6])).stored == [False] * 3
+    again = scene.allocate("w", 2, checksum=6)
+    assert again.outcomes == ["conflict"]
+    assert again.checksums == []
+    told = scene.allocate("w", 4)
+    assert told.outcomes == ["granted"]
+    late = m.Finish("w", scene.batch, [0], checksums=[7])
+    assert scene.refused(late) is m.RefusalReason.MALFORMED, "they were told before"
+    pinned = m.Allocate("w", 99, [key(2)], [BLOCK], pin=m.Pin.SOFT)
+    assert scene.refused(pinned) is m.RefusalReason.MALFORMED
+
+
+def test_copies_with_other_checksums_are_not_of_one_block():
+    scene = Scene("a", "b")
+    granted = scene.step(m.Allocate("w", 1, [key(1)], [BLOCK], replicas=2))
+    assert granted.outcomes == ["granted"]
+    assert scene.step(m.Finish("w", 1, [0, 1], checksums=[5, 6])).stored.count(True) == 1
+    assert scene.lookup("r", 1).checksums in ([5], [6])
+    assert [len(places) for places in scene.places(1)] == [1]
+
+
 def test_a_segments_blocks_are_told_in_pieces():
     scene = Scene()
     pieces = [m.HeldBlocks([key(i)], [64 * i], [64], [7]) for i in (3, 0, 2)]

@@ -52,19 +52,26 @@ class Masters:
             link.ask(request, m.Registered)
         link.close()
 
-    def put(self, batch: int, keys: list[bytes], *, abandoned=()) -> list[m.PutOutcome]:
+    def put(
+        self, batch: int, keys: list[bytes], *, abandoned=(), told_first: bool = True
+    ) -> list[m.PutOutcome]:
+        sums = [int.from_bytes(key[-8:], "big") for key in keys]
         request = m.Allocate(
             client="me",
             batch=batch,
             keys=keys,
             lengths=[NBYTES] * len(keys),
-            checksums=[int.from_bytes(key[-8:], "big") for key in keys],
+            checksums=sums if told_first else [],
             abandoned=list(abandoned),
         )
         granted = self.map.ask(request, m.Allocated)
         rows = [i for i, o in enumerate(granted.outcomes) if o is m.PutOutcome.GRANTED]
         assert all((granted.node_idx[i] >= 0) == (i in rows) for i in range(len(keys)))
-        finished = self.map.ask(m.Finish("me", batch, rows), m.Finished)
+        exist = [o is m.PutOutcome.EXISTS for o in granted.outcomes]
+        theirs = [s if e else 0 for s, e in zip(sums, exist, strict=True)]
+        assert granted.checksums == ([] if told_first or not any(exist) else theirs)
+        late = [] if told_first else [sums[row] for row in rows]
+        finished = self.map.ask(m.Finish("me", batch, rows, checksums=late), m.Finished)
         outcomes = list(granted.outcomes)
         for row, stored in zip(rows, finished.stored, strict=True):
             outcomes[row] = m.PutOutcome.STORED if stored else m.PutOutcome.FAILED
@@ -92,7 +99,7 @@ def test_like_a_dictionary(stack, num_shards):
         keys = rng.sample(universe, rng.randint(1, 12))
         match rng.choice(["put", "lookup", "exists", "remove"]):
             case "put":
-                outcomes = masters.put(batch, keys)
+                outcomes = masters.put(batch, keys, told_first=rng.random() < 0.5)
                 expected = ["exists" if key in there else "stored" for key in keys]
                 assert outcomes == expected, seed
                 there.update(keys)
