@@ -15,7 +15,7 @@ The bytes are those that vLLM publishes: MessagePack of [seconds, events, data p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -87,19 +87,19 @@ class EventLog:
         self._next = first_sequence
         self._pending: list[_Run | Cleared] = [Cleared()]
 
-    def stored(self, key: bytes, medium: Medium = Medium.DRAM) -> None:
-        """Note the first copy of a block in a medium."""
-        self._note(Stored, key, medium)
+    def stored(self, keys: Sequence[bytes], medium: Medium = Medium.DRAM) -> None:
+        """Note the first copies of blocks in a medium."""
+        self._note(Stored, keys, medium)
 
-    def removed(self, key: bytes, medium: Medium = Medium.DRAM) -> None:
-        """Note that the last copy of a block in a medium is gone."""
-        self._note(Removed, key, medium)
+    def removed(self, keys: Sequence[bytes], medium: Medium = Medium.DRAM) -> None:
+        """Note that the last copies of blocks in a medium are gone."""
+        self._note(Removed, keys, medium)
 
     def restate(self, present: Iterable[tuple[bytes, Medium]]) -> None:
         """Tell the whole state anew; what was noted and not taken is part of it."""
         self._pending = [Cleared()]
         for key, medium in present:
-            self.stored(key, medium)
+            self.stored((key,), medium)
 
     def take(self) -> list[EventBatch]:
         """Return what was noted since the last call, as batches of at most KEYS_PER_BATCH keys."""
@@ -119,16 +119,22 @@ class EventLog:
         self._pending = []
         return batches
 
-    def _note(self, kind: type[Stored] | type[Removed], key: bytes, medium: Medium) -> None:
-        last = self._pending[-1] if self._pending else None
-        if (
-            not isinstance(last, _Run)
-            or (last.kind, last.medium) != (kind, medium)
-            or len(last.keys) == KEYS_PER_BATCH
-        ):
-            last = _Run(kind, medium)
-            self._pending.append(last)
-        last.keys.append(key)
+    def _note(
+        self, kind: type[Stored] | type[Removed], keys: Sequence[bytes], medium: Medium
+    ) -> None:
+        told = 0
+        while told < len(keys):
+            last = self._pending[-1] if self._pending else None
+            if (
+                not isinstance(last, _Run)
+                or (last.kind, last.medium) != (kind, medium)
+                or len(last.keys) == KEYS_PER_BATCH
+            ):
+                last = _Run(kind, medium)
+                self._pending.append(last)
+            part = keys[told : told + KEYS_PER_BATCH - len(last.keys)]
+            last.keys.extend(part)
+            told += len(part)
 
     def _number(self, changes: list[Change]) -> EventBatch:
         batch = EventBatch(sequence=self._next, changes=tuple(changes))

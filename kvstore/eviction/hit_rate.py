@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Final
+
+import numpy as np
 
 USE_CLASSES: Final = 4  # used 0, 1, 2, 3 or more times
 AGE_CLASSES: Final = 32  # powers of two of ticks since the last use
@@ -11,6 +13,8 @@ REFIT_EVENTS: Final = 4096
 KEPT_SHARE: Final = 0.9  # of the counts, at each refit: what is older weighs less
 EPOCH_BITS: Final = 12  # those that wait for a use are counted by ticks of this size
 WAITING_SHARE: Final = 0.3  # weight of one that waits, beside one that was used or given up
+_TICKS: Final = np.array([1 << max(0, age - 1) for age in range(AGE_CLASSES)], np.float64)
+_NOT_YOUNGER: Final = np.triu(np.ones((AGE_CLASSES, AGE_CLASSES)))  # [age, horizon]
 
 
 class HitRates:
@@ -45,24 +49,30 @@ class HitRates:
 
     def rate(self, use_class: int, age: int) -> float:
         """Return the rate, per tick, of blocks of this many uses, `age` ticks after the last."""
-        return self._rates[use_class][_age_class(age)]
+        return self._rates[use_class][min(age.bit_length(), AGE_CLASSES - 1)]
 
-    def wait(self, use_class: int, used_at: int) -> None:
-        """A block waits for a use from this tick on: it came, or was used."""
-        epochs, epoch = self._waiting[use_class], used_at >> EPOCH_BITS
-        epochs[epoch] = epochs.get(epoch, 0) + 1
+    def wait(self, use_class: int, used_at: int, count: int = 1) -> None:
+        """So many blocks wait for a use from this tick, and the ones behind it, on."""
+        epochs = self._waiting[use_class]
+        while count:
+            epoch = used_at >> EPOCH_BITS
+            here = min(count, ((epoch + 1) << EPOCH_BITS) - used_at)
+            epochs[epoch] = epochs.get(epoch, 0) + here
+            used_at += here
+            count -= here
 
     def hit(self, use_class: int, used_at: int, now: int) -> None:
         """Count a use of a block that waited since `used_at`."""
         self.leave(use_class, used_at)
-        self._hits[use_class][_age_class(now - used_at)] += 1
-        self._count(now)
+        self._hits[use_class][min((now - used_at).bit_length(), AGE_CLASSES - 1)] += 1
+        self._count(1, now)
 
-    def missed(self, use_class: int, used_at: int, now: int) -> None:
-        """Count a block that was given up, unused until now."""
-        self.leave(use_class, used_at)
-        self._misses[use_class][_age_class(now - used_at)] += 1
-        self._count(now)
+    def missed(self, blocks: Sequence[tuple[int, int]], now: int) -> None:
+        """Count blocks, each a use class and a last tick, that were given up, unused until now."""
+        for use_class, used_at in blocks:
+            self.leave(use_class, used_at)
+            self._misses[use_class][min((now - used_at).bit_length(), AGE_CLASSES - 1)] += 1
+        self._count(len(blocks), now)
 
     def leave(self, use_class: int, used_at: int) -> None:
         """A block waits no more, and that tells nothing."""
@@ -73,32 +83,26 @@ class HitRates:
         else:
             del epochs[epoch]
 
-    def _count(self, now: int) -> None:
-        self._events += 1
-        if self._events % REFIT_EVENTS == 0:
-            for use_class in range(USE_CLASSES):
-                self._refit(use_class, now)
+    def _count(self, events: int, now: int) -> None:
+        self._events += events
+        if self._events >= REFIT_EVENTS:
+            self._events -= REFIT_EVENTS
+            self._refit(now)
 
-    def _refit(self, use_class: int, now: int) -> None:
-        hits, misses = self._hits[use_class], self._misses[use_class]
-        ends = [hit + miss for hit, miss in zip(hits, misses, strict=True)]
-        for epoch, blocks in self._waiting[use_class].items():
-            middle = (epoch << EPOCH_BITS) + (1 << (EPOCH_BITS - 1))
-            ends[_age_class(max(0, now - middle))] += WAITING_SHARE * blocks
-        exposed = [0.0] * AGE_CLASSES
-        older = 0.0
-        for age in reversed(range(AGE_CLASSES)):
-            exposed[age] = (1 << max(0, age - 1)) * (older + ends[age] / 2)
-            older += ends[age]
-        for age in range(AGE_CLASSES):
-            hits_until, exposed_until = accumulate(hits[age:]), accumulate(exposed[age:])
-            self._rates[use_class][age] = max(
-                gained / (spent + 1)
-                for gained, spent in zip(hits_until, exposed_until, strict=True)
-            )
-        self._hits[use_class] = [KEPT_SHARE * count for count in hits]
-        self._misses[use_class] = [KEPT_SHARE * count for count in misses]
-
-
-def _age_class(age: int) -> int:
-    return min(age.bit_length(), AGE_CLASSES - 1)
+    def _refit(self, now: int) -> None:
+        hits, misses = np.array(self._hits), np.array(self._misses)
+        ends = hits + misses
+        for use_class, waiting in enumerate(self._waiting):
+            for epoch, blocks in waiting.items():
+                middle = (epoch << EPOCH_BITS) + (1 << (EPOCH_BITS - 1))
+                age = min(max(0, now - middle).bit_length(), AGE_CLASSES - 1)
+                ends[use_class, age] += WAITING_SHARE * blocks
+        older = np.zeros_like(ends)
+        older[:, :-1] = np.cumsum(ends[:, :0:-1], axis=1)[:, ::-1]
+        exposed = _TICKS * (older + ends / 2)
+        # [use class, age, horizon]: sums from the age on; what is younger does not count.
+        gained = np.cumsum(hits[:, None, :] * _NOT_YOUNGER, axis=2)
+        spent = np.cumsum(exposed[:, None, :] * _NOT_YOUNGER, axis=2)
+        self._rates = (gained / (spent + 1)).max(axis=2).tolist()
+        self._hits = (KEPT_SHARE * hits).tolist()
+        self._misses = (KEPT_SHARE * misses).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from kvstore.eviction.rows import FIRST_QUEUE, HELD, NOWHERE, UNKNOWN, EvictionRows, RowQueue
 
@@ -17,26 +17,30 @@ class LeastRecentlyUsed:
         rows: Its columns.
     """
 
-    __slots__ = ("_num_held", "_place", "_queue")
+    __slots__ = ("_newer", "_num_held", "_place", "_queue")
 
     def __init__(self, rows: EvictionRows) -> None:
         self._queue = RowQueue(rows.older, rows.newer)
-        self._place = rows.place
+        self._place, self._newer = rows.place, rows.newer
         self._num_held = 0
 
     def __len__(self) -> int:
         return self._queue.length + self._num_held
 
-    def admit(self, row: int, parent: Hashable | None = None) -> None:
-        """Enter a block as the youngest."""
-        del parent
-        self._place[row] = FIRST_QUEUE
-        self._queue.push(row)
+    def admit(self, rows: Sequence[int], parents: Sequence[Hashable | None] = ()) -> None:
+        """Enter blocks as the youngest."""
+        del parents
+        place = self._place
+        for row in rows:
+            place[row] = FIRST_QUEUE
+        self._queue.extend(rows)
 
-    def touch(self, row: int) -> None:
-        """Make a block the youngest."""
-        if self._place[row] == FIRST_QUEUE:
-            self._queue.renew(row)
+    def touch(self, rows: Sequence[int]) -> None:
+        """Make blocks the youngest."""
+        place, renew = self._place, self._queue.renew
+        for row in rows:
+            if place[row] == FIRST_QUEUE:
+                renew(row)
 
     def hold(self, row: int) -> None:
         """Take a block out of the queue."""
@@ -60,6 +64,24 @@ class LeastRecentlyUsed:
         else:
             self._queue.remove(row)
         self._place[row] = UNKNOWN
+
+    def evict(self, count: int, busy: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
+        """Forget the oldest."""
+        queue, place, newer = self._queue, self._place, self._newer
+        rows: list[int] = []
+        row = queue.oldest
+        while row != NOWHERE and len(rows) < count:
+            following = newer[row]
+            if busy[row]:
+                self.hold(row)
+            elif may_go(row):
+                place[row] = UNKNOWN
+                rows.append(row)
+            else:
+                break
+            row = following
+        queue.cut(len(rows), row)
+        return rows
 
     def victim(self) -> int | None:
         """Return the oldest."""

@@ -42,11 +42,11 @@ class NamedPolicy:
         row = self._unused.pop()
         self._rows.names[row] = name
         self._row_of[name] = row
-        self._policy.admit(row, parent)
+        self._policy.admit((row,), (parent,))
 
     def touch(self, name: Hashable) -> None:
         """Count a use of a known block."""
-        self._policy.touch(self._row_of[name])
+        self._policy.touch((self._row_of[name],))
 
     def hold(self, name: Hashable) -> None:
         """Make a known block no victim."""

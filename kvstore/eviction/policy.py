@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
     """Order of eviction of one segment's blocks, which are known to it by row only.
 
-    A policy knows no capacity: whoever owns the space asks for a victim when there is none left.
-    All operations are O(1) amortised, except the walk over `evictable`. Blocks that must stay for
-    a while are *held*: they stay known, but lie in no queue, so no search meets them. Pinned
-    blocks are removed, or never admitted. Not thread-safe.
+    A policy knows no capacity: whoever owns the space asks for victims when there is none left.
+    All operations are O(1) amortised per block, except the walk over `evictable`. What happens to
+    many blocks at once is told at once: one call costs about as much as the blocks of a batch.
+    Blocks that must stay for a while are *held*: they stay known, but lie in no queue, so no
+    search meets them. Pinned blocks are removed, or never admitted. Not thread-safe.
 
     Whoever enters or uses a chain does so from its last block to its first, so that the root is
     the youngest.
@@ -21,17 +22,17 @@ class EvictionPolicy(Protocol):
     def __len__(self) -> int:
         """Count the blocks that are known, held ones too."""
 
-    def admit(self, row: int, parent: Hashable | None = None) -> None:
-        """Enter a block that no policy knows, and whose name is in `EvictionRows.names`.
+    def admit(self, rows: Sequence[int], parents: Sequence[Hashable | None] = ()) -> None:
+        """Enter blocks that no policy knows, and whose names are in `EvictionRows.names`.
 
         Args:
-            row: The block.
-            parent: Name of the block before it in its chain, known here or not; None if nobody
-                can tell.
+            rows: The blocks, in the order in which they come.
+            parents: Of each the name of the block before it in its chain, known here or not; None
+                if nobody can tell. Nothing: nobody can of any.
         """
 
-    def touch(self, row: int) -> None:
-        """Count a use of a known block."""
+    def touch(self, rows: Sequence[int]) -> None:
+        """Count a use of known blocks, in this order."""
 
     def hold(self, row: int) -> None:
         """Make a known block no victim until `unhold`. Again is nothing."""
@@ -45,6 +46,15 @@ class EvictionPolicy(Protocol):
         Args:
             row: The block.
             evicted: It made room for another, so that its return would tell something.
+        """
+
+    def evict(self, count: int, busy: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
+        """Forget, as evicted, what should go next, and return it: in order, at most so many.
+
+        Args:
+            count: At least 1.
+            busy: Column by row: what is not 0 there is held instead.
+            may_go: The run ends before the first block that may not.
         """
 
     def victim(self) -> int | None:

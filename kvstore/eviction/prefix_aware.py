@@ -17,11 +17,12 @@ comes back there when its last child goes:
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
+from kvstore.eviction.gone import GoneBlocks
 from kvstore.eviction.hit_rate import USE_CLASSES, HitRates
 from kvstore.eviction.rows import FIRST_QUEUE, HELD, NOWHERE, UNKNOWN, EvictionRows, RowQueue
 
@@ -29,6 +30,9 @@ GONE_MIN: Final = 1 << 15  # names gone: also a small cache must see what it los
 GONE_PER_BLOCK: Final = 2
 ASIDE: Final = FIRST_QUEUE + USE_CLASSES
 USES_MAX: Final = USE_CLASSES - 1  # more are not told apart
+USES_BITS: Final = USES_MAX.bit_length()  # a block gone: its last tick, and behind that its uses
+Candidate = tuple[float, int, int]  # rate, last tick, row: the least goes first
+NOBODY: Final[Candidate] = (math.inf, 0, NOWHERE)
 
 
 class PrefixAware:
@@ -46,43 +50,60 @@ class PrefixAware:
         self._aside = RowQueue(rows.older, rows.newer)
         self._aside_named: dict[Hashable, int] = {}  # rows that stepped aside, by name
         self._children: dict[Hashable, int] = {}  # how many known blocks name this parent
-        self._gone: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()  # uses, last tick
+        self._gone = GoneBlocks()
         self._rates = HitRates()
         self._tick = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def admit(self, row: int, parent: Hashable | None = None) -> None:
-        """Enter a block, with the uses that it had if it was here before."""
-        self._tick += 1
-        uses = 0
-        before = self._gone.pop(self._rows.names[row], None)
-        if before is not None:
-            self._rates.hit(before[0], before[1], self._tick)
-            uses = min(before[0] + 1, USES_MAX)
-        self._rates.wait(uses, self._tick)
-        self._length += 1
-        self._rows.ticks[row] = self._tick
-        self._rows.parents[row] = parent
-        self._rows.uses[row] = uses
-        if parent is not None:
-            self._children[parent] = self._children.get(parent, 0) + 1
-        self._enter(row)
+    def admit(self, rows: Sequence[int], parents: Sequence[Hashable | None] = ()) -> None:
+        """Enter blocks, each with the uses that it had if it was here before."""
+        columns, first = self._rows, self._tick + 1
+        names, ticks, parents_of = columns.names, columns.ticks, columns.parents
+        places, uses, children = columns.place, columns.uses, self._children
+        new: list[int] = []
+        returned: Sequence[int | None] = (None,) * len(rows)
+        if self._gone:
+            returned = self._gone.returned([names[row] for row in rows])
+        entries = zip(rows, returned, parents or [None] * len(rows), strict=True)
+        for tick, (row, before, parent) in enumerate(entries, first):
+            ticks[row] = tick
+            parents_of[row] = parent
+            if parent is not None:
+                children[parent] = children.get(parent, 0) + 1
+            if before is None:
+                uses[row] = 0
+                places[row] = FIRST_QUEUE
+                new.append(row)
+            else:
+                self._return(row, before, tick)
+        self._tick += len(rows)
+        self._length += len(rows)
+        self._queues[0].extend(new)
+        if len(new) == len(rows):
+            self._rates.wait(0, first, len(rows))
+        else:
+            for row in new:
+                self._rates.wait(0, ticks[row])
 
-    def touch(self, row: int) -> None:
-        """Count a use: the block goes to the young end of the queue for that many."""
-        self._tick += 1
-        uses = self._rows.uses[row]
-        self._rates.hit(uses, self._rows.ticks[row], self._tick)
-        self._rates.wait(min(uses + 1, USES_MAX), self._tick)
-        self._rows.ticks[row] = self._tick
-        is_held = self._rows.place[row] == HELD
-        if not is_held:
-            self._leave(row)
-        self._rows.uses[row] = min(uses + 1, USES_MAX)
-        if not is_held:
-            self._enter(row)
+    def touch(self, rows: Sequence[int]) -> None:
+        """Count uses: each block goes to the young end of the queue for that many."""
+        ticks, uses, places = self._rows.ticks, self._rows.uses, self._rows.place
+        hit, wait, tick = self._rates.hit, self._rates.wait, self._tick
+        for row in rows:
+            tick += 1
+            before = uses[row]
+            after = before + 1 if before < USES_MAX else USES_MAX
+            hit(before, ticks[row], tick)
+            wait(after, tick)
+            ticks[row] = tick
+            if places[row] == HELD:
+                uses[row] = after
+            else:
+                self._leave(row)
+                self._enter(row, after)
+        self._tick = tick
 
     def hold(self, row: int) -> None:
         """Take a block out of its queue. What comes before it in its chain stays too."""
@@ -93,75 +114,118 @@ class PrefixAware:
     def unhold(self, row: int) -> None:
         """Enter a held block as the youngest of its queue."""
         if self._rows.place[row] == HELD:
-            self._enter(row)
+            self._enter(row, self._rows.uses[row])
 
     def remove(self, row: int, *, evicted: bool = False) -> None:
         """Forget a block; remember what is known of one that was evicted."""
-        used_at, parent = self._rows.ticks[row], self._rows.parents[row]
         self._length -= 1
-        self._rows.parents[row] = None
         if self._rows.place[row] != HELD:
             self._leave(row)
         self._rows.place[row] = UNKNOWN
-        if parent is not None:
-            self._lose_child(parent)
+        self._lose_parent(row)
         if evicted:
-            self._gone[self._rows.names[row]] = (self._rows.uses[row], used_at)
-            while len(self._gone) > max(GONE_MIN, GONE_PER_BLOCK * self._length):
-                _, (uses, last_tick) = self._gone.popitem(last=False)
-                self._rates.missed(uses, last_tick, self._tick)
+            self._remember((row,))
         else:
-            self._rates.leave(self._rows.uses[row], used_at)
+            self._rates.leave(self._rows.uses[row], self._rows.ticks[row])
+
+    def evict(self, count: int, busy: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
+        """Forget what `victim` names, and remember what is known of it."""
+        places, uses = self._rows.place, self._rows.uses
+        candidates = [self._candidate(use_class) for use_class in range(USE_CLASSES)]
+        rows: list[int] = []
+        while len(rows) < count:
+            row = min(candidates)[2]
+            if row == NOWHERE:
+                row = self._aside.youngest
+                if row == NOWHERE:
+                    break
+            use_class = uses[row]
+            if busy[row]:
+                self.hold(row)
+            elif may_go(row):
+                self._leave(row)
+                places[row] = UNKNOWN
+                rows.append(row)
+                leaf = self._lose_parent(row)
+                if leaf != NOWHERE and uses[leaf] != use_class:
+                    candidates[uses[leaf]] = self._candidate(uses[leaf])
+            else:
+                break
+            candidates[use_class] = self._candidate(use_class)
+        if rows:
+            self._length -= len(rows)
+            self._remember(rows)
+        return rows
 
     def victim(self) -> int | None:
         """Return the leaf, oldest in its queue, that is least worth its place.
 
         If every leaf is held, what stepped aside goes after all, the latest first.
         """
-        best: int | None = None
-        lowest = (0.0, 0)
-        for use_class, queue in enumerate(self._queues):
-            row = self._oldest_leaf(queue)
-            if row is None:
-                continue
-            used_at = self._rows.ticks[row]
-            worth = (self._rates.rate(use_class, self._tick - used_at), used_at)
-            if best is None or worth < lowest:
-                best, lowest = row, worth
-        if best is None and self._aside.youngest != NOWHERE:
-            return self._aside.youngest
-        return best
+        row = min(map(self._candidate, range(USE_CLASSES)))[2]
+        if row == NOWHERE:
+            row = self._aside.youngest
+        return None if row == NOWHERE else row
 
     def evictable(self) -> Iterator[int]:
         """Yield what is not held."""
         return chain(*self._queues, self._aside)
 
-    def _oldest_leaf(self, queue: RowQueue) -> int | None:
-        while queue.length:
-            row = queue.oldest
-            name = self._rows.names[row]
-            if name not in self._children:
-                return row
+    def _candidate(self, use_class: int) -> Candidate:
+        """Return the oldest leaf of a queue, and what it is worth; blocks before it step aside."""
+        queue, names, children = self._queues[use_class], self._rows.names, self._children
+        while (row := queue.oldest) != NOWHERE:
+            name = names[row]
+            if name not in children:
+                used_at = self._rows.ticks[row]
+                return self._rates.rate(use_class, self._tick - used_at), used_at, row
             queue.remove(row)
             self._aside.push(row)
             self._rows.place[row] = ASIDE
             self._aside_named[name] = row
-        return None
+        return NOBODY
 
-    def _lose_child(self, parent: Hashable) -> None:
-        self._children[parent] -= 1
-        if self._children[parent] > 0:
-            return
-        del self._children[parent]
-        row = self._aside_named.pop(parent, None)
-        if row is not None:
-            self._aside.remove(row)
-            uses = self._rows.uses[row]
-            self._rows.place[row] = FIRST_QUEUE + uses
-            self._queues[uses].push_oldest(row)
+    def _lose_parent(self, row: int) -> int:
+        """Forget what comes before a block; return what is a leaf in its queue again for that."""
+        parents, children = self._rows.parents, self._children
+        parent = parents[row]
+        if parent is None:
+            return NOWHERE
+        parents[row] = None
+        left = children[parent] - 1
+        if left:
+            children[parent] = left
+            return NOWHERE
+        del children[parent]
+        leaf = self._aside_named.pop(parent, NOWHERE)
+        if leaf != NOWHERE:
+            self._aside.remove(leaf)
+            uses = self._rows.uses[leaf]
+            self._rows.place[leaf] = FIRST_QUEUE + uses
+            self._queues[uses].push_oldest(leaf)
+        return leaf
 
-    def _enter(self, row: int) -> None:
-        uses = self._rows.uses[row]
+    def _return(self, row: int, before: int, tick: int) -> None:
+        """Enter a block that was evicted not long ago."""
+        uses = before & USES_MAX
+        self._rates.hit(uses, before >> USES_BITS, tick)
+        uses = min(uses + 1, USES_MAX)
+        self._rates.wait(uses, tick)
+        self._enter(row, uses)
+
+    def _remember(self, rows: Sequence[int]) -> None:
+        names, ticks, uses = self._rows.names, self._rows.ticks, self._rows.uses
+        self._gone.extend(
+            [names[row] for row in rows], [ticks[row] << USES_BITS | uses[row] for row in rows]
+        )
+        forgotten = self._gone.shrink(max(GONE_MIN, GONE_PER_BLOCK * self._length))
+        if forgotten:
+            self._rates.missed(
+                [(number & USES_MAX, number >> USES_BITS) for number in forgotten], self._tick
+            )
+
+    def _enter(self, row: int, uses: int) -> None:
+        self._rows.uses[row] = uses
         self._rows.place[row] = FIRST_QUEUE + uses
         self._queues[uses].push(row)
 

@@ -9,7 +9,7 @@ the columns, since a row is in one queue at a time:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Final
 
 NOWHERE: Final = -1
@@ -103,6 +103,23 @@ class RowQueue:
         self.youngest = row
         self.length += 1
 
+    def extend(self, rows: Sequence[int]) -> None:
+        """Enter rows, the last one as the youngest."""
+        if not rows:
+            return
+        older, newer = self._older, self._newer
+        before = self.youngest
+        for row in rows:
+            older[row] = before
+            if before == NOWHERE:
+                self.oldest = row
+            else:
+                newer[before] = row
+            before = row
+        newer[before] = NOWHERE
+        self.youngest = before
+        self.length += len(rows)
+
     def push_oldest(self, row: int) -> None:
         """Enter a row as the oldest."""
         after = self.oldest
@@ -127,6 +144,15 @@ class RowQueue:
         else:
             self._older[after] = before
         self.length -= 1
+
+    def cut(self, count: int, oldest: int) -> None:
+        """Take out the `count` oldest rows, after which this one is the oldest."""
+        self.oldest = oldest
+        self.length -= count
+        if oldest == NOWHERE:
+            self.youngest = NOWHERE
+        else:
+            self._older[oldest] = NOWHERE
 
     def renew(self, row: int) -> None:
         """Make a row of this queue the youngest."""

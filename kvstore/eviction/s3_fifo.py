@@ -7,11 +7,11 @@ queue if they return while their name is remembered. Sizes follow the number of 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
+from kvstore.eviction.gone import GoneBlocks
 from kvstore.eviction.rows import FIRST_QUEUE, HELD, UNKNOWN, EvictionRows, RowQueue
 
 PROBATION_SHARE: Final = 0.1
@@ -29,33 +29,52 @@ class S3Fifo:
         rows: Its columns.
     """
 
-    __slots__ = ("_gone", "_main", "_names", "_num_held", "_place", "_probation", "_uses")
+    __slots__ = (
+        "_evicted",
+        "_gone",
+        "_main",
+        "_names",
+        "_num_held",
+        "_place",
+        "_probation",
+        "_uses",
+    )
 
     def __init__(self, rows: EvictionRows) -> None:
         self._probation = RowQueue(rows.older, rows.newer)
         self._main = RowQueue(rows.older, rows.newer)
         self._place, self._uses, self._names = rows.place, rows.uses, rows.names
-        self._gone: OrderedDict[Hashable, None] = OrderedDict()
+        self._gone = GoneBlocks()
+        self._evicted = 0  # so many went on probation
         self._num_held = 0
 
     def __len__(self) -> int:
         return self._probation.length + self._main.length + self._num_held
 
-    def admit(self, row: int, parent: Hashable | None = None) -> None:
-        """Enter a block: on probation, unless it was evicted from there not long ago."""
-        del parent
-        self._uses[row] = 0
-        name = self._names[row]
-        if name in self._gone:
-            del self._gone[name]
-            self._enter(row, MAIN)
+    def admit(self, rows: Sequence[int], parents: Sequence[Hashable | None] = ()) -> None:
+        """Enter blocks: on probation, but those evicted from there not long ago."""
+        del parents
+        uses, place, names = self._uses, self._place, self._names
+        new: list[int] = []
+        if self._gone:
+            returned = self._gone.returned([names[row] for row in rows])
         else:
-            self._enter(row, PROBATION)
+            returned = [None] * len(rows)
+        for row, before in zip(rows, returned, strict=True):
+            uses[row] = 0
+            if before is None:
+                place[row] = PROBATION
+                new.append(row)
+            else:
+                self._enter(row, MAIN)
+        self._probation.extend(new)
 
-    def touch(self, row: int) -> None:
-        """Count a use; the block stays where it is."""
-        if self._uses[row] & ~FROM_MAIN < USES_MAX:
-            self._uses[row] += 1
+    def touch(self, rows: Sequence[int]) -> None:
+        """Count a use; the blocks stay where they are."""
+        uses = self._uses
+        for row in rows:
+            if uses[row] & ~FROM_MAIN < USES_MAX:
+                uses[row] += 1
 
     def hold(self, row: int) -> None:
         """Take a block out of its queue."""
@@ -86,9 +105,31 @@ class S3Fifo:
             self._leave(row)
         self._place[row] = UNKNOWN
         if evicted and place == PROBATION:
-            self._gone[self._names[row]] = None
-            while len(self._gone) > max(1, len(self)):
-                self._gone.popitem(last=False)
+            self._remember([self._names[row]], len(self))
+
+    def evict(self, count: int, busy: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
+        """Forget what `victim` names; remember the names of those that were on probation."""
+        place, names, probation, main = self._place, self._names, self._probation, self._main
+        rows: list[int] = []
+        gone: list[Hashable] = []
+        known = left = len(self)
+        while len(rows) < count and (row := self.victim()) is not None:
+            if busy[row]:
+                self.hold(row)
+                continue
+            if not may_go(row):
+                break
+            if place[row] == PROBATION:
+                gone.append(names[row])
+                probation.remove(row)
+                left = known - len(rows) - 1
+            else:
+                main.remove(row)
+            place[row] = UNKNOWN
+            rows.append(row)
+        if gone:
+            self._remember(gone, left)
+        return rows
 
     def victim(self) -> int | None:
         """Return the next to go, after those before it were given the chances they earned.
@@ -125,3 +166,9 @@ class S3Fifo:
 
     def _leave(self, row: int) -> None:
         (self._main if self._place[row] == MAIN else self._probation).remove(row)
+
+    def _remember(self, names: Sequence[Hashable], length: int) -> None:
+        first = self._evicted
+        self._evicted += len(names)
+        self._gone.extend(names, range(first, self._evicted))
+        self._gone.shrink(max(1, length))

@@ -11,17 +11,17 @@ from kvstore.master.books.segment import Segment
 class PoolObserver(Protocol):
     """Told by the catalog, in the middle of a step: it takes notes, and changes nothing."""
 
-    def stored(self, row: int) -> None:
-        """A copy was committed: by a put, by a node's registration, or as a planned copy."""
+    def stored(self, rows: Sequence[int]) -> None:
+        """Copies were committed: by a put, by a node's registration, or as a planned copy."""
 
     def hit(self, rows: Sequence[int]) -> None:
         """These copies were given to a reader."""
 
-    def evicting(self, row: int) -> None:
-        """A copy is about to make room for another block; `dropped` follows."""
+    def evicted(self, rows: Sequence[int]) -> None:
+        """Copies make room for other blocks: they are none any more. The rows may be reused."""
 
     def dropped(self, row: int) -> None:
-        """A committed copy is not one any more, for whatever reason. The row may be reused."""
+        """A copy is none any more, for any other reason. The row may be reused."""
 
     def joined(self, segment: Segment) -> None:
         """A segment came, and all that it held is told."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from kvstore.checksum import table_bytes
@@ -89,7 +89,6 @@ class Writing:
         self, request: m.Allocate, batch: PutBatch, tenant: Tenant, now: float
     ) -> list[m.PutOutcome]:
         catalog = self._catalog
-        index, writers, chunk = catalog.index.rows, catalog.puts.writers, request.chunk_bytes
         candidates = catalog.pool.candidates(
             request.client,
             now,
@@ -97,6 +96,29 @@ class Writing:
             prefer=request.prefer,
             media=request.media,
         )
+        outcomes, new = self._sort_out(request, batch, tenant, now)
+        lengths = request.lengths
+        by_length: dict[int, list[int]] = {}
+        for position in new:
+            by_length.setdefault(lengths[position], []).append(position)
+        for positions in by_length.values():
+            self._place_all(request, positions, batch, tenant, candidates, outcomes)
+        return outcomes
+
+    def _sort_out(
+        self, request: m.Allocate, batch: PutBatch, tenant: Tenant, now: float
+    ) -> tuple[list[m.PutOutcome], Iterable[int]]:
+        """Return what to answer of each block, and the positions of those that need a place."""
+        catalog, chunk = self._catalog, request.chunk_bytes
+        index, writers = catalog.index.rows, catalog.puts.writers
+        keys = set(request.keys)
+        if (
+            len(keys) == len(request.keys)
+            and not batch.rows
+            and index.keys().isdisjoint(keys)
+            and writers.keys().isdisjoint(keys)
+        ):  # as nearly always
+            return [m.PutOutcome.GRANTED] * len(keys), range(len(keys))
         outcomes: list[m.PutOutcome] = []
         fresh: dict[bytes, int] = {}
         for position, key in enumerate(request.keys):
@@ -115,12 +137,7 @@ class Writing:
                 fresh[key] = position
                 outcome = m.PutOutcome.GRANTED  # unless it can't be placed
             outcomes.append(outcome)
-        by_length: dict[int, list[int]] = {}
-        for position in fresh.values():
-            by_length.setdefault(request.lengths[position], []).append(position)
-        for positions in by_length.values():
-            self._place_all(request, positions, batch, tenant, candidates, outcomes)
-        return outcomes
+        return outcomes, fresh.values()
 
     def _place_all(
         self,
@@ -145,8 +162,7 @@ class Writing:
             checksums = [_checksum_of(request, position) for position in placed]
             catalog.describe(rows, checksums, request.chunk_bytes, tenant)
             batch.rows.update(zip(placed, rows, strict=True))
-            for key, row in zip(keys, rows, strict=False):
-                catalog.puts.hold(key, row)
+            catalog.puts.hold_all(keys[: len(rows)], rows)
         for position in positions[len(rows) :]:
             outcomes[position] = self._place(request, position, space, batch, tenant, candidates)
 
@@ -173,7 +189,7 @@ class Writing:
         domains: list[str] = []
         for copy in range(batch.replicas):
             has_quota = tenant.quota_bytes is not None
-            if has_quota and not catalog.make_way(tenant, candidates.most(space)):
+            if has_quota and not self._make_way(tenant, candidates.most(space)):
                 return m.PutOutcome.GRANTED if copy else m.PutOutcome.OVER_QUOTA
             row = catalog.pool.place(key, length, space, candidates, without=domains)
             if row is None:
@@ -187,15 +203,26 @@ class Writing:
                 domains.append(catalog.pool.of(row).node.domain)
         return m.PutOutcome.GRANTED
 
+    def _make_way(self, tenant: Tenant, nbytes: int) -> bool:
+        """Evict a tenant's own blocks until it may have so many bytes more; False if it can't."""
+        if tenant.quota_bytes is not None and nbytes > tenant.quota_bytes:
+            return False
+        while tenant.exceeds(nbytes):
+            row = self._catalog.tenants.victim(tenant)
+            if row is None:
+                return False
+            self._catalog.evict(row)
+        return True
+
     def _allocated(
         self, request: m.Allocate, batch: PutBatch, outcomes: list[m.PutOutcome], now: float
     ) -> m.Allocated:
-        table, replicas = self._catalog.table, batch.replicas
-        rows = [-1] * (len(outcomes) * replicas)
-        for position, outcome in enumerate(outcomes):
-            if outcome is m.PutOutcome.GRANTED:
-                for place in range(position * replicas, (position + 1) * replicas):
-                    rows[place] = batch.rows.get(place, -1)
+        table, row_at = self._catalog.table, batch.rows.get
+        granted = [outcome is m.PutOutcome.GRANTED for outcome in outcomes]
+        places = granted
+        if batch.replicas > 1:
+            places = [is_granted for is_granted in granted for _ in range(batch.replicas)]
+        rows = [row_at(place, -1) if there else -1 for place, there in enumerate(places)]
         nodes, node_idx = self._catalog.pool.name(rows)
         offset = table.offset
         no_space = m.PutOutcome.NO_SPACE in outcomes
@@ -244,7 +271,7 @@ class Writing:
             if row is not None:
                 self._catalog.table.checksum[row] = checksum
         # From the last to the first, so that the root of a chain is the youngest.
-        stored = [self._catalog.commit(batch, place, now) for place in request.committed[::-1]]
+        stored = self._catalog.commit_all(batch, request.committed[::-1], now)
         for place in request.aborted:
             self._catalog.settle(batch, place)
         for place in request.unsettled:

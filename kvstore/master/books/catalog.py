@@ -1,32 +1,13 @@
 """All books of one pool as one whole: segments, blocks, leases, open puts, tenants, groups, pins.
 
 The master decides; the catalog carries out single changes so that all of them stay in step.
-
-Policies that plan copies (draining, promotion, hot blocks, ...) work on this, in rows of
-`kvstore/master/books/copy_table.py`: one row, a small int, per copy of a block.
-
-    copies(key) -> [row]                   committed copies of a block
-    table.rows_in(index, COMMITTED)        committed copies in one segment; O(all rows)
-    open_copy(row, target, now) -> id      space in segment `target` for another copy of this
-                                           block, written by the node of `row`, whose bytes stay
-                                           in place meanwhile; None: no room (nothing is evicted)
-    commit_copy(id) -> bool                it is written and verified; False: too late, or gone
-    abort_copy(id, at_rest=...)            at_rest: nothing is under way, the space is free again;
-                                           else it is quarantined until the source node is dead
-    drop(row)                              one copy goes (the block with its last)
-    observers: list[PoolObserver]          told of stored(row), hit(rows), evicting(row),
-                                           dropped(row), joined(segment), left(segment)
-    nodes_with_work: set[str]              who is told by `Known.copies` to ask for work
-
-A copy counts as an open put of the source node: a fenced node's copies are quarantined, those of
-a dead one freed, those into a lost segment forgotten (`commit_copy` is False then). One that takes
-longer than `MasterTiming.put_s` is quarantined.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, groupby
 from typing import Final
 
 from configs.schema import Eviction
@@ -40,16 +21,16 @@ from kvstore.master.books.copy_table import CopyTable
 from kvstore.master.books.expected_keys import ExpectedKeys
 from kvstore.master.books.groups import NO_GROUP, GroupBook
 from kvstore.master.books.lease import Lease, LeaseTable
+from kvstore.master.books.notices import Notices
 from kvstore.master.books.open_puts import OpenPuts, PutBatch
 from kvstore.master.books.pins import Pins
 from kvstore.master.books.pool import SegmentPool
 from kvstore.master.books.segment import Segment
-from kvstore.master.books.tenants import Tenant, TenantBook, TenantRule
+from kvstore.master.books.tenants import NOBODY, Tenant, TenantBook, TenantRule
 from kvstore.master.observer import PoolObserver
-from kvstore.wire.messages import Medium, Pin
+from kvstore.wire.messages import Pin
 
 SOURCE_LEFT: Final = -2  # in `PutBatch.source`: a planned copy that is not read any more
-EVENT_MEDIA: Final = dict.fromkeys(Medium, EventMedium.DRAM) | {Medium.SSD: EventMedium.SSD}
 
 
 class Catalog:
@@ -73,7 +54,6 @@ class Catalog:
         tenants: Sequence[TenantRule] = (),
     ) -> None:
         self.eviction = eviction
-        self._events = events
         self.table = CopyTable()
         self.pool = SegmentPool(self.table, clear=self._clear)
         self.puts = OpenPuts(self.table)
@@ -83,7 +63,8 @@ class Catalog:
         self.groups = GroupBook()
         self.pins = Pins(self.table, self.index, self.pool, self.tenants, soft_pin_s=soft_pin_s)
         self.counts: Counter[str] = Counter()
-        self.observers: list[PoolObserver] = []
+        self._notices = Notices(self.table, self.pool, events)
+        self.observers: list[PoolObserver] = self._notices.observers
         self.nodes_with_work: set[str] = set()
         self.expected = ExpectedKeys() if eviction is Eviction.PREFIX_AWARE else None
         self._planned: dict[int, PutBatch] = {}
@@ -97,9 +78,7 @@ class Catalog:
 
     def present(self) -> Iterator[tuple[bytes, EventMedium]]:
         """Iterate over the committed blocks and the media that they are in, each once."""
-        for key, first in self.index.rows.items():
-            for medium in {self._event_medium(row) for row in self.table.copies(first)}:
-                yield key, medium
+        return self._notices.present(self.index)
 
     # -- a block comes ------------------------------------------------------------------------
 
@@ -136,17 +115,43 @@ class Catalog:
                 table.group[row] = self.groups.enter(tenant, group, key)
         if pin:
             table.pin[row] = pin
-        parent = None if self.expected is None else self.expected.parent(key)
-        self.pool.segments[table.segment[row]].enter(row, parent)
-        if tenant:
-            self.tenants.order(row)
-        self._uses += 1
-        table.used_at[row] = self._uses
-        if self._events is not None and self._is_only_in_medium(row):
-            self._events.stored(key, self._event_medium(row))
-        for observer in self.observers:
-            observer.stored(row)
+        self._enter((row,))
         return True
+
+    def commit_all(self, batch: PutBatch, places: Sequence[int], now: float) -> list[bool]:
+        """Do what `commit` does for each of these, in this order."""
+        rows = None if batch.pin or batch.group else self.puts.take_all(batch, places)
+        if rows is None:
+            return [self.commit(batch, place, now) for place in places]
+        keys, index = self.table.keys, self.index.rows
+        stored = [index.setdefault(keys[row], row) == row for row in rows]
+        first = rows if all(stored) else list(compress(rows, stored))
+        self.tenants[batch.tenant].blocks += len(first)
+        self.counts["stored"] += len(first)
+        self._enter(first)
+        if len(first) < len(rows):  # of some a node holds a copy that nobody knew of
+            stored = [
+                is_first or self.attach(row, pin=Pin.NONE, pin_s=0.0, group="", now=now)
+                for row, is_first in zip(rows, stored, strict=True)
+            ]
+        return stored
+
+    def _enter(self, rows: Sequence[int]) -> None:
+        """Take copies that are in the index into all other books, in this order."""
+        table, uses = self.table, self._uses
+        for index, run in groupby(rows, table.segment.__getitem__):
+            entering = list(run)
+            parents: Sequence[bytes | None] = ()
+            if self.expected is not None:
+                parents = self.expected.parents([table.keys[row] for row in entering])
+            self.pool.segments[index].enter(entering, parents)
+        for row in rows:
+            uses += 1
+            table.used_at[row] = uses
+            if table.tenant[row]:
+                self.tenants.order(row)
+        self._uses = uses
+        self._notices.stored(rows)
 
     def commit(self, batch: PutBatch, place: int, now: float) -> bool:
         """Make a written copy a block; False if it is unknown, too late or superseded."""
@@ -186,17 +191,6 @@ class Catalog:
                 self.quarantine(batch, place)
         self._end_planned(batch)
         return len(places)
-
-    def make_way(self, tenant: Tenant, nbytes: int) -> bool:
-        """Evict a tenant's own blocks until it may have so many bytes more; False if it can't."""
-        if tenant.quota_bytes is not None and nbytes > tenant.quota_bytes:
-            return False
-        while tenant.exceeds(nbytes):
-            row = self.tenants.victim(tenant)
-            if row is None:
-                return False
-            self.evict(row)
-        return True
 
     # -- copies that the master plans ---------------------------------------------------------
 
@@ -263,15 +257,17 @@ class Catalog:
         """Count a use of these copies; of a chain, in its order."""
         table, segments = self.table, self.pool.segments
         where, used_at, tenant, uses = table.segment, table.used_at, table.tenant, self._uses
+        by_segment: dict[int, list[int]] = {}
         for row in reversed(rows):  # the root last: see EvictionPolicy
             uses += 1
             used_at[row] = uses
-            segments[where[row]].touch(row)
+            by_segment.setdefault(where[row], []).append(row)
             if tenant[row]:
                 self.tenants.touch(row)
         self._uses = uses
-        for observer in self.observers:
-            observer.hit(rows)
+        for index, used in by_segment.items():
+            segments[index].touch(used)
+        self._notices.hit(rows)
 
     def lease(self, client: str, rows: Sequence[int], now: float) -> int:
         """Keep these bytes in place for a while; return the lease's id."""
@@ -341,56 +337,64 @@ class Catalog:
 
     def evict(self, row: int) -> None:
         """Drop a committed copy that nobody reads, and a block's group with its last copy."""
-        self._clear(row)
+        self.pool.of(row).leave(row, evicted=True)
+        self._clear((row,))
         self.pool.of(row).become(row, FREE)
         self.table.give_back(row)
 
-    def _clear(self, row: int) -> None:
-        """Take a victim out of all books but its segment's; see `SegmentPool`."""
+    def _clear(self, rows: Sequence[int]) -> None:
+        """Take victims out of all books but their segment's; see `SegmentPool`."""
+        table, index = self.table, self.index.rows
+        keys, spaces, siblings = table.keys, table.space, table.sibling
+        tenants, groups, pins = table.tenant, table.group, table.pin
+        assert not any(map(table.leases.__getitem__, rows)), rows
+        self._notices.evicted(rows)
+        self.counts["evicted"] += len(rows)
+        plain = nbytes = 0  # nobody's blocks with no other copy, and their bytes
+        for row in rows:
+            if siblings[row] != row or tenants[row] or groups[row] or pins[row]:
+                self.tenants[tenants[row]].used_bytes -= spaces[row]
+                if self._unindex(row) and groups[row]:
+                    assert len(rows) == 1, "a victim of a group comes alone"
+                    self._clear_group(groups[row])
+            else:
+                del index[keys[row]]
+                plain += 1
+                nbytes += spaces[row]
+        nobody = self.tenants[NOBODY]
+        nobody.blocks -= plain
+        nobody.used_bytes -= nbytes
+
+    def _clear_group(self, group: int) -> None:
+        """Evict what is left of a group, as it is of no use without a block that went."""
         table = self.table
-        assert not table.leases[row], row
-        for observer in self.observers:
-            observer.evicting(row)
-        self.counts["evicted"] += 1
-        group, key = table.group[row], table.keys[row]
-        self._detach(row, evicted=True)
-        self.tenants[table.tenant[row]].used_bytes -= table.space[row]
-        if group == NO_GROUP or key in self.index.rows:
-            return
-        for other in self.groups.keys(group):  # without this one, they are of no use
-            for copy in self.copies(other):
+        for key in self.groups.keys(group):
+            for copy in self.copies(key):
                 if table.pin[copy] == Pin.NONE and not table.leases[copy]:
                     self.counts["evicted"] += 1
                     self.drop(copy, evicted=True)
 
     def _detach(self, row: int, *, evicted: bool = False) -> None:
-        table = self.table
-        key, tenant = table.keys[row], table.tenant[row]
-        if self._events is not None and self._is_only_in_medium(row):
-            self._events.removed(key, self._event_medium(row))
-        for observer in self.observers:
-            observer.dropped(row)
+        self._notices.dropped(row)
         self.pool.of(row).leave(row, evicted=evicted)
+        self._unindex(row)
+
+    def _unindex(self, row: int) -> bool:
+        """Forget that a copy can be found; return whether the block went with it."""
+        table, tenant = self.table, self.table.tenant[row]
         if tenant:
             self.tenants.disorder(row)
-        if self.index.detach(row):
-            self.tenants[tenant].blocks -= 1
-            if table.group[row]:
-                self.groups.leave(table.group[row], key)
-            if table.pin[row]:
-                self.pins.leave(key, table.pin[row])
+        if not self.index.detach(row):
+            return False
+        self.tenants[tenant].blocks -= 1
+        if table.group[row]:
+            self.groups.leave(table.group[row], table.keys[row])
+        if table.pin[row]:
+            self.pins.leave(table.keys[row], table.pin[row])
+        return True
 
     def _free(self, row: int) -> None:
         table = self.table
         self.pool.of(row).become(row, FREE)
         self.tenants[table.tenant[row]].used_bytes -= table.space[row]
         table.give_back(row)
-
-    def _event_medium(self, row: int) -> EventMedium:
-        return EVENT_MEDIA[self.pool.of(row).medium]
-
-    def _is_only_in_medium(self, row: int) -> bool:
-        if self.table.sibling[row] == row:
-            return True
-        medium = self._event_medium(row)
-        return sum(self._event_medium(copy) is medium for copy in self.table.copies(row)) == 1

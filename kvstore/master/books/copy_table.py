@@ -113,14 +113,17 @@ class CopyTable:
             rows.append(row)
         return rows
 
-    def take_over(self, row: int, key: bytes, length: int) -> None:
-        """Use a row, and the place that it names, for an OPEN copy of another block."""
-        assert self.leases[row] == 0, row
-        self.keys[row] = key
-        self.state[row] = OPEN
-        self.length[row] = length
-        self.pin[row] = 0
-        self.sibling[row] = row
+    def take_over(self, rows: Sequence[int], keys: Sequence[bytes], lengths: Sequence[int]) -> None:
+        """Use rows, and the places that they name, for OPEN copies of other blocks."""
+        names, states, lengths_of = self.keys, self.state, self.length
+        pins, siblings = self.pin, self.sibling
+        assert not any(map(self.leases.__getitem__, rows)), rows
+        for row, key, length in zip(rows, keys, lengths, strict=True):
+            names[row] = key
+            states[row] = OPEN
+            lengths_of[row] = length
+            pins[row] = 0
+            siblings[row] = row
 
     def give_back(self, row: int) -> None:
         """Let a row be used for another copy. It must be FREE."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -24,6 +24,9 @@ class ExpectedKeys:
         while len(self._parents) > EXPECTED_MAX:
             self._parents.popitem(last=False)
 
-    def parent(self, key: bytes) -> bytes | None:
-        """Return, and forget, the parent of a key that comes now."""
-        return self._parents.pop(key, None)
+    def parents(self, keys: Iterable[bytes]) -> Sequence[bytes | None]:
+        """Return, and forget, the parents of keys that come now; nothing if none is known."""
+        if not self._parents:
+            return ()
+        pop = self._parents.pop
+        return [pop(key, None) for key in keys]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,6 +25,7 @@ from kvstore.master.books.copy_table import CopyTable
 
 NO_SOURCE: Final = -1
 NO_KEY: Final = b""  # of a reserved place
+UNKNOWN_ROW: Final = -1
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -104,6 +105,11 @@ class OpenPuts:
         assert key not in self.writers, key
         self.writers[key] = row
 
+    def hold_all(self, keys: Sequence[bytes], rows: Sequence[int]) -> None:
+        """Give keys, none of which anybody holds, to the put of these open copies."""
+        assert self.writers.keys().isdisjoint(keys), keys
+        self.writers.update(zip(keys, rows, strict=True))
+
     # -- reserved places ----------------------------------------------------------------------
 
     def reserve(self, batch: PutBatch, row: int) -> None:
@@ -138,6 +144,26 @@ class OpenPuts:
         self.reserved_bytes -= self._table.space[row]
 
     # -- the end ------------------------------------------------------------------------------
+
+    def take_all(self, batch: PutBatch, places: Sequence[int]) -> list[int] | None:
+        """Remove copies that their writer ended; None, and nothing else, if that is not plain.
+
+        It is if all of them are open, hold their keys, and no block has another copy in this put.
+        """
+        rows_at, states = batch.rows, self._table.state
+        rows = [rows_at.get(place, UNKNOWN_ROW) for place in places]
+        is_put = batch.source == NO_SOURCE and not batch.is_reserved
+        if batch.replicas > 1 or not is_put or len(set(rows)) < len(rows):
+            return None
+        if UNKNOWN_ROW in rows or any(states[row] != OPEN for row in rows):
+            return None
+        keys, writers = self._table.keys, self.writers
+        for place, row in zip(places, rows, strict=True):
+            del rows_at[place]
+            del writers[keys[row]]
+        if not rows_at:
+            self._forget(batch)
+        return rows
 
     def take(self, batch: PutBatch, place: int) -> int | None:
         """Remove a copy that its writer ended, from quarantine too; None if it is unknown."""

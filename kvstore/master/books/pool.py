@@ -48,11 +48,12 @@ class SegmentPool:
 
     Args:
         table: The columns of their copies.
-        clear: Called with a committed copy that has to go and that nobody reads: it is in none of
-            the other books afterwards, and its place is the pool's.
+        clear: Called with committed copies that have to go, that nobody reads, and that are out of
+            their segment's order of eviction: they are in none of the other books afterwards, and
+            their places are the pool's.
     """
 
-    def __init__(self, table: CopyTable, *, clear: Callable[[int], None]) -> None:
+    def __init__(self, table: CopyTable, *, clear: Callable[[Sequence[int]], None]) -> None:
         self._table = table
         self._clear = clear
         self._nodes: dict[str, Node] = {}
@@ -202,16 +203,18 @@ class SegmentPool:
         Like `place` for each of them, as long as no victim is of another size.
         """
         rows: list[int] = []
-        group = candidates.sets[0] if candidates.sets else ()
-        while group and len(rows) < len(keys):
-            segment = min(group, key=self._age)
+        ages = {s: self._age(s) for s in (candidates.sets[0] if candidates.sets else ())}
+        while ages and len(rows) < len(keys):
+            segment = min(ages, key=ages.__getitem__)
             if segment.may_fit(space):
                 break
-            rest = slice(len(rows), len(rows) + RUN_MAX + 1)
-            run = self._take_over(segment, keys[rest], lengths[rest], space)
-            if not run:
+            victims = segment.evict(min(len(keys) - len(rows), RUN_MAX + 1), space)
+            if not victims:
                 break
-            rows += run
+            run = slice(len(rows), len(rows) + len(victims))
+            self._take_over(segment, victims, keys[run], lengths[run])
+            rows += victims
+            ages[segment] = self._age(segment)  # the only one that has changed
         return rows
 
     def place(
@@ -270,19 +273,6 @@ class SegmentPool:
                 return row
         return None
 
-    def _take_over(
-        self, segment: Segment, keys: Sequence[bytes], lengths: Sequence[int], space: int
-    ) -> list[int]:
-        rows: list[int] = []
-        for key, length in zip(keys, lengths, strict=True):
-            victim = segment.victim()
-            if victim is None or not segment.may_take_over(victim, space):
-                break
-            self._clear(victim)
-            segment.take_over(victim, key, length)
-            rows.append(victim)
-        return rows
-
     def why_not(self, space: int) -> PutOutcome:
         """Return what to tell the writer of a block for which there is no place now."""
         largest = max((segment.capacity for segment in self), default=space)
@@ -296,10 +286,11 @@ class SegmentPool:
         allowance = EVICTED_MAX * space
         while allowance > 0 and (victim := segment.victim()) is not None:
             allowance -= self._table.space[victim]
-            self._clear(victim)
+            segment.leave(victim, evicted=True)
             if segment.may_take_over(victim, space):
-                segment.take_over(victim, key, length)
+                self._take_over(segment, (victim,), (key,), (length,))
                 return victim
+            self._clear((victim,))
             candidates.full.clear()  # there may be something left over
             segment.become(victim, FREE)
             self._table.give_back(victim)
@@ -307,6 +298,17 @@ class SegmentPool:
             if row is not None:
                 return row
         return None
+
+    def _take_over(
+        self,
+        segment: Segment,
+        victims: Sequence[int],
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+    ) -> None:
+        """Open copies exactly where victims lay."""
+        self._clear(victims)
+        segment.take_over(victims, keys, lengths)
 
     def _age(self, segment: Segment) -> float:
         victim = segment.victim()

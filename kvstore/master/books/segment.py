@@ -162,11 +162,13 @@ class Segment:
         """Tell whether a copy that goes leaves exactly the space of one that comes."""
         return self._table.space[row] == self.space_of(space)
 
-    def take_over(self, row: int, key: bytes, length: int) -> None:
-        """Open a copy in the place of a committed one, which is in none of the books any more."""
-        check_arrow(self._table.state[row], FREE, self.where)
-        self._table.take_over(row, key, length)
-        space = self._table.space[row]
+    def take_over(self, rows: Sequence[int], keys: Sequence[bytes], lengths: Sequence[int]) -> None:
+        """Open copies in the places of committed ones, which are in none of the books any more."""
+        table = self._table
+        for state in set(map(table.state.__getitem__, rows)):
+            check_arrow(state, FREE, self.where)
+        table.take_over(rows, keys, lengths)
+        space = sum(map(table.space.__getitem__, rows))
         self.bytes_in[COMMITTED] -= space
         self.bytes_in[OPEN] += space
 
@@ -191,20 +193,43 @@ class Segment:
 
     # -- what may be evicted ------------------------------------------------------------------
 
-    def enter(self, row: int, parent: bytes | None) -> None:
-        """Commit an open copy, and take it into the order of eviction by its pin."""
-        table = self._table
-        space = table.space[row]
-        check_arrow(table.state[row], COMMITTED, self.where)
-        table.state[row] = COMMITTED
+    def enter(self, rows: Sequence[int], parents: Sequence[bytes | None] = ()) -> None:
+        """Commit open copies, and take them into the order of eviction by their pins.
+
+        Args:
+            rows: In the order in which they come.
+            parents: See `EvictionPolicy.admit`.
+        """
+        table, states = self._table, self._table.state
+        for row in rows:
+            if states[row] != OPEN:
+                check_arrow(states[row], COMMITTED, self.where)
+            states[row] = COMMITTED
+        space = sum(map(table.space.__getitem__, rows))
         self.bytes_in[OPEN] -= space
         self.bytes_in[COMMITTED] += space
-        self.blocks += 1
-        if table.pin[row] == NONE:
-            self._policy.admit(row, parent)
-            self.evictable_bytes += space
+        self.blocks += len(rows)
+        if any(map(table.pin.__getitem__, rows)):
+            for row, parent in zip(rows, parents or [None] * len(rows), strict=True):
+                self._order(row, parent)
         else:
-            self._order(row, parent)
+            self._policy.admit(rows, parents)
+            self.evictable_bytes += space
+
+    def evict(self, count: int, space: int) -> list[int]:
+        """Take victims of exactly this space from the order of eviction, at most so many.
+
+        The run ends before a victim of another size, one that is pinned softly, and one of a
+        group, with which others go.
+        """
+        spaces, groups = self._table.space, self._table.group
+        space = self.space_of(space)
+        rows = self._policy.evict(
+            count, self._table.leases, lambda row: spaces[row] == space and not groups[row]
+        )
+        self.blocks -= len(rows)
+        self.evictable_bytes -= len(rows) * space
+        return rows
 
     def leave(self, row: int, *, evicted: bool = False) -> None:
         """Take a committed copy, on its way out, from the order of eviction."""
@@ -217,13 +242,15 @@ class Segment:
         self._table.pin[row] = pin
         self._order(row, None)
 
-    def touch(self, row: int) -> None:
-        """Count a use of a committed copy."""
-        pin = self._table.pin[row]
-        if pin == NONE:
-            self._policy.touch(row)
-        elif pin == SOFT:
-            self._softly.renew(row)
+    def touch(self, rows: Sequence[int]) -> None:
+        """Count a use of committed copies, in this order."""
+        pins = self._table.pin
+        if any(map(pins.__getitem__, rows)):
+            for row in rows:
+                if pins[row] == SOFT:
+                    self._softly.renew(row)
+            rows = [row for row in rows if pins[row] == NONE]
+        self._policy.touch(rows)
 
     def lease(self, row: int) -> None:
         """Keep a committed copy's bytes in place for one more reader."""
@@ -294,7 +321,7 @@ class Segment:
         if pin == HARD:
             return
         if pin == NONE:
-            self._policy.admit(row, parent)
+            self._policy.admit((row,), (parent,))
         else:
             self._softly.push(row)
         if not self._table.leases[row]:

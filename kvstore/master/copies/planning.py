@@ -55,7 +55,6 @@ class Planning:
         self._draining = Draining(catalog, self._copying, wanted=self._replication.wanted)
         self._now = 0.0
         self._tick_s = 0.0
-        self._is_evicting = False
         self._is_reporting = False
         self._watches_hits = self._replication.watches_hits
         # Looked at for every copy that comes or goes: calls only where there is something to note.
@@ -134,10 +133,12 @@ class Planning:
 
     # -- notes of the catalog -----------------------------------------------------------------
 
-    def stored(self, row: int) -> None:
-        """A copy was committed."""
-        if self._siblings[row] != row and not self._is_reporting:
-            self._replication.stored(row)
+    def stored(self, rows: Sequence[int]) -> None:
+        """Copies were committed."""
+        siblings = self._siblings
+        for row in rows:
+            if siblings[row] != row and not self._is_reporting:
+                self._replication.stored(row)
 
     def hit(self, rows: Sequence[int]) -> None:
         """Copies were given to a reader."""
@@ -145,16 +146,16 @@ class Planning:
             self._tiering.hit(rows, self._now)
             self._replication.hit(rows, self._now)
 
-    def evicting(self, row: int) -> None:
-        """A copy is about to make room; `dropped` follows."""
-        del row
-        self._is_evicting = True
+    def evicted(self, rows: Sequence[int]) -> None:
+        """Copies make room."""
+        if self._several:
+            for row in rows:
+                self._replication.dropped(row, evicted=True)
 
     def dropped(self, row: int) -> None:
         """A copy is none any more."""
         if self._several:
-            self._replication.dropped(row, evicted=self._is_evicting)
-        self._is_evicting = False
+            self._replication.dropped(row, evicted=False)
 
     def joined(self, segment: Segment) -> None:
         """A segment came."""

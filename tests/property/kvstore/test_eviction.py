@@ -8,7 +8,8 @@ import secrets
 import pytest
 
 from configs.schema import Eviction
-from kvstore.eviction import named_policy
+from kvstore.eviction import EvictionRows, named_policy, new_policy
+from kvstore.eviction.gone import GoneBlocks
 from kvstore.eviction.hit_rate import (
     AGE_CLASSES,
     EPOCH_BITS,
@@ -83,6 +84,66 @@ def test_a_policy_does_what_its_model_does(kind, rng):
 
 
 @pytest.mark.parametrize("kind", Eviction)
+def test_a_run_does_what_single_steps_do(kind, rng):
+    """Two policies, one told of each block alone, one of many at once; names are the rows."""
+    single, several = (EvictionRows() for _ in range(2))
+    for columns in (single, several):
+        columns.grow(200)
+        columns.names.extend(range(200))
+    step, run = new_policy(kind, single), new_policy(kind, several)
+    known, busy, runs = set(), bytearray(200), 0
+    for _ in range(STEPS // 5):
+        rows = rng.sample(range(200), rng.randrange(1, 30))
+        new, old = [r for r in rows if r not in known], [r for r in rows if r in known]
+        run.admit(new, [parent_of(row) for row in new])
+        run.touch(old)
+        for row in new:
+            step.admit([row], [parent_of(row)])
+        for row in old:
+            step.touch([row])
+        known.update(new)
+        for row in rng.sample(range(200), 3):
+            busy[row] = not busy[row]
+            if row in known and not busy[row]:
+                step.unhold(row)
+                run.unhold(row)
+        stays, count = set(rng.sample(range(200), 5)), rng.randrange(1, 40)
+        gone = []
+        while len(gone) < count and (victim := step.victim()) is not None:
+            if busy[victim]:
+                step.hold(victim)
+            elif victim in stays:
+                break
+            else:
+                gone.append(victim)
+                step.remove(victim, evicted=True)
+        assert run.evict(count, busy, lambda row, stays=stays: row not in stays) == gone
+        known.difference_update(gone)
+        runs += len(gone) > 1
+        assert run.victim() == step.victim()
+        assert len(run) == len(step) == len(known)
+        assert list(run.evictable()) == list(step.evictable())
+    assert runs
+
+
+def test_what_is_gone_is_forgotten_in_its_order(rng):
+    gone, order, number = GoneBlocks(), [], 0
+    for _ in range(STEPS):
+        new = rng.sample(range(100), rng.randrange(8))
+        expected = [next((n for name, n in order if name == one), None) for one in new]
+        assert gone.returned(new) == expected
+        order = [entry for entry in order if entry[0] not in new]
+        order += zip(new, range(number, number + len(new)), strict=True)
+        gone.extend(new, range(number, number + len(new)))
+        number += len(new)
+        length = rng.randrange(120)
+        cut = max(0, len(order) - length)
+        assert gone.shrink(length) == [n for _, n in order[:cut]]
+        order = order[cut:]
+        assert len(gone) == len(order)
+
+
+@pytest.mark.parametrize("kind", Eviction)
 def test_everything_not_held_can_be_evicted_and_nothing_else(kind, rng):
     policy = named_policy(kind)
     names = [name for name in range(200) if name % 10 < 7]
@@ -133,7 +194,10 @@ def test_rates_are_those_of_the_whole_record(rng):
             if event % 9 == 0:
                 rates.leave(*waiting.pop(rng.randrange(len(waiting))))
             rates.wait(use_class, now - age)
-            (rates.hit if hit < 0.3 else rates.missed)(use_class, now - age, now)
+            if hit < 0.3:
+                rates.hit(use_class, now - age, now)
+            else:
+                rates.missed([(use_class, now - age)], now)
             record.append((use_class, age.bit_length(), hit < 0.3, 1.0))
         present = [
             (use_class, age_of(tick, now).bit_length(), False, WAITING_SHARE)

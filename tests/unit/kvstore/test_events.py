@@ -72,9 +72,9 @@ def test_events_as_maps():
 def test_the_log_keeps_order_and_bounds_batches():
     log = EventLog(first_sequence=7)
     for key in (K1, K2):
-        log.stored(key)
-    log.removed(K1)
-    log.stored(K1, Medium.SSD)
+        log.stored([key])
+    log.removed([K1])
+    log.stored([K1], Medium.SSD)
     (batch,) = log.take()
     assert batch.sequence == 7
     assert batch.changes == (
@@ -86,7 +86,7 @@ def test_the_log_keeps_order_and_bounds_batches():
     assert log.take() == []
     many = [i.to_bytes(16, "big") for i in range(2 * KEYS_PER_BATCH + 1)]
     for key in many:
-        log.stored(key)
+        log.stored([key])
     batches = log.take()
     assert [batch.sequence for batch in batches] == [8, 9, 10]
     assert [len(batch.changes[0].keys) for batch in batches] == [KEYS_PER_BATCH, KEYS_PER_BATCH, 1]
@@ -130,7 +130,7 @@ def test_a_publisher_that_fell_behind_refuses_until_the_state_is_told():
     log = EventLog(first_sequence=0)
 
     def happens(key):
-        log.stored(key)
+        log.stored([key])
         return publisher.offer(log.take())
 
     # Not opened: nobody takes anything out of its queue.

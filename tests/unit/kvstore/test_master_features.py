@@ -351,7 +351,7 @@ def test_observers_are_told():
     scene.step(m.Release("r", [scene.lookup("r", 1).lease_id]))
     scene.put("w", 2)
     scene.step(m.Leave("n"))
-    assert told == ["joined", "stored", "hit", "evicting", "dropped", "stored", "dropped", "left"]
+    assert told == ["joined", "stored", "hit", "evicted", "stored", "dropped", "left"]
 
 
 def test_requests_that_make_no_sense_change_nothing():
