@@ -27,7 +27,9 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -36,6 +38,7 @@
 #include "compiled/arguments.c"
 #include "compiled/copies.c"
 #include "compiled/stream.c"
+#include "compiled/courtesy.c"
 #include "compiled/lane.c"
 #include "compiled/progress.c"
 #include "compiled/books.c"

@@ -53,12 +53,16 @@ class Attendance:
         self._watch(0)
         return True
 
-    def leave(self, leader: int, /) -> None:
-        """End this lead: the engine's thread sees to what is under way."""
-        if self.leader == leader:
-            self.leader = 0
-            if self.in_flight:
-                self.watch_all()
+    def leave(self, leader: int, /) -> bool:
+        """End this lead; whether the engine's thread should see soon to what is under way."""
+        if self.leader != leader:
+            return False
+        self.leader = 0
+        if leader and not self.urgent:
+            return self.in_flight > 0  # bulk: most likely the next one to wait will move it
+        if self.in_flight:
+            self.watch_all()
+        return False
 
     def attend(self) -> None:
         """Have the engine's thread see to it, if nobody leads."""

@@ -84,8 +84,12 @@ class LaneLike(Protocol):
         The epoll waits for nothing then.
         """
 
-    def leave(self, leader: int, /) -> None:
-        """End this lead (0: nobody's): the engine's thread sees to what is under way."""
+    def leave(self, leader: int, /) -> bool:
+        """End this lead (0: nobody's): the engine's thread sees to what is under way.
+
+        Returns:
+            True if it does not yet, but should soon: most likely the next one to wait will.
+        """
 
     def attend(self) -> None:
         """Have the engine's thread see to it, if nobody leads."""

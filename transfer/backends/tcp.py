@@ -254,9 +254,9 @@ class TcpRail:
             self._loop.call_soon(self._attend_left)
 
     def _release(self, me: int, kept: Sequence[LaneLike]) -> None:
-        for entry in self._entries:
-            if entry.lane not in kept:
-                entry.lane.leave(me)
+        ended = [entry.lane.leave(me) for entry in self._entries if entry.lane not in kept]
+        if any(ended):
+            self._call_soon()
 
     def _on_event(self, entry: _Entry, events: int) -> None:
         """The engine's thread: a lane is ready, and nobody leads it (or it has ended)."""

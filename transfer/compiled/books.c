@@ -62,6 +62,18 @@ static void rail_load_dealloc(RailLoad *load)
     Py_TYPE(load)->tp_free((PyObject *)load);
 }
 
+/* Have the engine's thread see soon to what has no leader. Returns 0, or -1 with an exception. */
+static int attend_soon(RailLoad *load)
+{
+    if (load->attends_soon || !load->attend_soon)
+        return 0; /* it does, or the link is gone */
+    PyObject *call = Py_NewRef(load->attend_soon);
+    PyObject *done = PyObject_CallNoArgs(call);
+    Py_DECREF(call);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 PyDoc_STRVAR(rail_load_add_doc, "add(nbytes, urgent)\n--\n\nNote bytes under way.");
 
 static PyObject *rail_load_add(RailLoad *load, PyObject *const *args, Py_ssize_t count)

@@ -46,31 +46,22 @@ typedef struct {
 
 static PyTypeObject lane_type;
 
-/* Urgent requests of this process without an answer. Bulk gives way to them: what they lack is not
- * the wire but a core, and where all are busy a thread that was woken waits for its turn. */
-static int urgent_under_way;
-
-static bool any_urgent(void)
-{
-    return __atomic_load_n(&urgent_under_way, __ATOMIC_RELAXED) > 0;
-}
-
 static bool gives_way(const Lane *lane)
 {
-    return !lane->urgent && any_urgent();
+    return !lane->urgent && is_beside_urgent();
 }
 
 static void begin_urgent(Lane *lane, Job *job)
 {
     job->urgent = lane->urgent;
     if (job->urgent)
-        __atomic_add_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
+        count_urgent();
 }
 
 static void end_urgent(Job *job)
 {
     if (job->urgent)
-        __atomic_sub_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
+        uncount_urgent();
     job->urgent = false;
 }
 
@@ -91,7 +82,9 @@ static void send_jobs(Lane *lane)
     static const struct iovec nothing = {NULL, 0};
     while (lane->sending && !lane->evidence[0]) {
         Job *job = lane->sending;
-        ssize_t sent = send_places(lane->input.fd, &nothing, &job->out, STEP_BYTES);
+        bool courteous = gives_way(lane);
+        ssize_t sent = send_places(lane->input.fd, &nothing, &job->out,
+                                   courteous ? SMALL_STEP_BYTES : STEP_BYTES);
         if (sent < 0) {
             break_lane(lane, "send failed", errno);
             return;
@@ -100,7 +93,7 @@ static void send_jobs(Lane *lane)
             lane->sending = job->next;
         else if (!sent)
             return;
-        if (gives_way(lane))
+        if (courteous)
             return; /* one step at a time */
     }
 }
@@ -162,12 +155,13 @@ static void parse_replies(Lane *lane, Finished *finished)
 /* Receive until the socket is empty, or a turn's bytes have come. */
 static void receive_replies(Lane *lane, Finished *finished)
 {
-    size_t budget = (gives_way(lane) ? 1 : 16) * STEP_BYTES;
+    bool courteous = gives_way(lane);
+    size_t step = courteous ? SMALL_STEP_BYTES : STEP_BYTES, budget = (courteous ? 1 : 16) * step;
     int outcome = MORE;
     while (outcome == MORE && budget && !lane->evidence[0]) {
         size_t received;
-        outcome = receive(&lane->input, lane->landing ? &lane->first->in : NULL, STEP_BYTES,
-                          &received, lane->local ? &lane->descriptor : NULL);
+        outcome = receive(&lane->input, lane->landing ? &lane->first->in : NULL, step, &received,
+                          lane->local ? &lane->descriptor : NULL);
         if (outcome == ENDED)
             break_lane(lane, "closed by the other side", 0);
         else if (outcome == FAILED)
@@ -568,11 +562,15 @@ static bool claim(Lane *lane)
     return true;
 }
 
-static void release_lead(Lane *lane)
+/* End a lead. Returns whether what is under way is left alone for now: bulk, which most likely the
+ * next one to wait will move, while the engine's thread would need the interpreter for it. */
+static bool release_lead(Lane *lane)
 {
+    bool left = !lane->urgent && lane->leader && look_in_flight(lane);
     lane->leader = 0;
-    if (look_in_flight(lane))
+    if (!left && look_in_flight(lane))
         watch_all(lane);
+    return left;
 }
 
 /* So many small ones may wait for a thread to wait for them. */
@@ -628,9 +626,7 @@ static PyObject *lane_leave(Lane *lane, PyObject *ident)
     unsigned long leader = PyLong_AsUnsignedLong(ident);
     if (leader == (unsigned long)-1 && PyErr_Occurred())
         return NULL;
-    if (lane->leader == leader)
-        release_lead(lane);
-    Py_RETURN_NONE;
+    return PyBool_FromLong(lane->leader == leader && release_lead(lane));
 }
 
 static PyObject *lane_attend(Lane *lane, PyObject *ignored)
@@ -669,7 +665,8 @@ static PyMethodDef lane_methods[] = {
     {"claim", (PyCFunction)lane_claim, METH_NOARGS,
      "claim()\n--\n\nBegin to lead; False if another thread does, or nothing is under way."},
     {"leave", (PyCFunction)lane_leave, METH_O,
-     "leave(leader)\n--\n\nEnd this lead: the engine's thread sees to what is under way."},
+     "leave(leader)\n--\n\nEnd this lead: the engine's thread sees to what is under way. True if "
+     "it should do so soon (bulk), False if it does so now."},
     {"attend", (PyCFunction)lane_attend, METH_NOARGS,
      "attend()\n--\n\nHave the engine's thread see to it, if nobody leads."},
     {"watch_all", (PyCFunction)lane_watch_all, METH_NOARGS,

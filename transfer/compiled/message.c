@@ -142,9 +142,12 @@ static int lead(Message *message)
         return 0;
     Finished finished = {NULL, &finished.first};
     Py_BEGIN_ALLOW_THREADS
+    Courtesy courtesy;
+    begin_courtesy(&courtesy, !lane->urgent);
     (void)progress_lanes(&lane, 1, DRIVE_NS, &finished);
+    end_courtesy(&courtesy);
     Py_END_ALLOW_THREADS
-    release_lead(lane);
+    bool left = release_lead(lane);
     bool broken = !finished.first && look_evidence(lane);
     PyObject *list = hand_over(finished.first);
     if (!list)
@@ -158,7 +161,7 @@ static int lead(Message *message)
         Py_XDECREF(done);
     }
     Py_DECREF(list);
-    return outcome;
+    return outcome == 0 && left ? attend_soon(message->load) : outcome;
 }
 
 PyDoc_STRVAR(message_wait_doc, "wait(timeout_s=None)\n--\n\nAs of any transfer.");

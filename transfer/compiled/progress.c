@@ -2,9 +2,6 @@
 
 #define LANES_MAX 64
 #define LOOK_NS 25000
-/* Bulk gives way to what is urgent for so long at most between two steps: none starves. */
-#define GIVE_WAY_NS 50000
-#define GIVE_WAY_TIMES 10
 #define LOOK_BYTES_MAX (64 << 10)
 #define LOOKS_LEFT_OUT_MAX 255
 
@@ -38,14 +35,6 @@ static bool look(Lane *lane, Finished *finished)
     lane->looks_to_leave_out = over ? 0 : more < LOOKS_LEFT_OUT_MAX ? more : LOOKS_LEFT_OUT_MAX;
     pthread_mutex_unlock(&lane->mutex);
     return over;
-}
-
-/* Leave the core to what is urgent, for a while. */
-static void give_way(void)
-{
-    static const struct timespec pause = {0, GIVE_WAY_NS};
-    for (int i = 0; i < GIVE_WAY_TIMES && any_urgent(); i++)
-        (void)nanosleep(&pause, NULL);
 }
 
 /* Sleep until a lane is ready, move bytes, until something has finished or time is over. */
@@ -125,9 +114,15 @@ static PyObject *progress(PyObject *module, PyObject *const *args, Py_ssize_t co
         lanes[i] = (Lane *)lane;
     }
     Finished finished = {NULL, &finished.first};
+    Courtesy courtesy;
+    bool bulk = false;
+    for (Py_ssize_t i = 0; i < n; i++)
+        bulk |= !lanes[i]->urgent;
     int error;
     Py_BEGIN_ALLOW_THREADS
+    begin_courtesy(&courtesy, bulk);
     error = progress_lanes(lanes, (int)n, (int64_t)(timeout_s * 1e9), &finished);
+    end_courtesy(&courtesy);
     Py_END_ALLOW_THREADS
     Py_DECREF(given);
     PyObject *list = hand_over(finished.first);

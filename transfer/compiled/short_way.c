@@ -320,13 +320,7 @@ static int attend_to(Message *message)
         Py_END_ALLOW_THREADS
         soon |= unsent;
     }
-    if (!soon || load->attends_soon || !load->attend_soon)
-        return 0;
-    PyObject *attend_soon = Py_NewRef(load->attend_soon);
-    PyObject *done = PyObject_CallNoArgs(attend_soon);
-    Py_DECREF(attend_soon);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return soon ? attend_soon(load) : 0;
 }
 
 /* Returns 0, or -1 with an exception. */
