@@ -3,13 +3,15 @@
  * What is urgent lacks not the wire but a core, and where all are busy a thread that was woken
  * waits for its turn: a kernel may let whoever runs finish a time slice of milliseconds first. */
 
-/* Urgent requests of this process without an answer, and when the last one was posted. */
+/* Urgent requests of this process without an answer, and when and by whom the last was posted. */
 static int urgent_under_way;
 static int64_t urgent_at = INT64_MIN / 2;
+static uintptr_t urgent_by;
 
-/* So long after the last one another is expected (`rails/bulk.py`). */
+/* So long after the last one another is expected (`rails/bulk.py`): steps are short. */
 #define URGENT_MEMORY_NS 20000000
-/* Between two steps of bulk whoever else wants the core has it for a moment. */
+/* So long it is one of a stream: after each step whoever else wants the core has it for a moment. */
+#define STREAM_MEMORY_NS 2000000
 #define PAUSE_NS 20000
 /* While something urgent is under way bulk waits, for so long at most: none starves. */
 #define GIVE_WAY_NS 100000
@@ -22,17 +24,23 @@ static bool any_urgent(void)
     return __atomic_load_n(&urgent_under_way, __ATOMIC_RELAXED) > 0;
 }
 
-/* Whether anything urgent is under way, or has been lately. */
+/* Whether another thread has posted something urgent lately: its own ones a thread cannot delay. */
+static bool was_urgent(int64_t memory_ns)
+{
+    return now_ns() - __atomic_load_n(&urgent_at, __ATOMIC_RELAXED) < memory_ns &&
+           __atomic_load_n(&urgent_by, __ATOMIC_RELAXED) != (uintptr_t)pthread_self();
+}
+
 static bool is_beside_urgent(void)
 {
-    return any_urgent() ||
-           now_ns() - __atomic_load_n(&urgent_at, __ATOMIC_RELAXED) < URGENT_MEMORY_NS;
+    return any_urgent() || was_urgent(URGENT_MEMORY_NS);
 }
 
 static void count_urgent(void)
 {
     __atomic_add_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
     __atomic_store_n(&urgent_at, now_ns(), __ATOMIC_RELAXED);
+    __atomic_store_n(&urgent_by, (uintptr_t)pthread_self(), __ATOMIC_RELAXED);
 }
 
 static void uncount_urgent(void)
@@ -44,7 +52,8 @@ static void uncount_urgent(void)
 static void give_way(void)
 {
     static const struct timespec moment = {0, PAUSE_NS}, pause = {0, GIVE_WAY_NS};
-    (void)nanosleep(&moment, NULL);
+    if (was_urgent(STREAM_MEMORY_NS))
+        (void)nanosleep(&moment, NULL);
     for (int i = 0; i < GIVE_WAY_TIMES && any_urgent(); i++)
         (void)nanosleep(&pause, NULL);
 }
