@@ -55,7 +55,7 @@ class Mover:
         table.short_way.timeout_s = timeout_s
         self.post_short = table.short_way.post
         self._board = board
-        self._tally = tally
+        self.tally = tally
         self._local = LocalBackend(name, offers)
 
     def write(
@@ -78,14 +78,14 @@ class Mover:
             # Between a storage of ours and a peer, what moves the buffers counts their bytes.
             if link is None:
                 kind = class_of(priority, pieces.nbytes, immediate, write=True)
-                self._tally.wrote(backend, pieces.nbytes, immediate is not None, kind)
+                self.tally.wrote(backend, pieces.nbytes, immediate is not None, kind)
             return self.staging.write(peer, source, target, pieces, immediate, deadline, priority)
         backend, location = self._locate(backend, link, target, pieces, deadline)
         handle = Transfer(
             peer=peer, operation="write", backend=backend, nbytes=pieces.nbytes, deadline=deadline
         )
         kind = class_of(priority, handle.nbytes, immediate, write=True)
-        self._tally.wrote(backend, handle.nbytes, immediate is not None, kind)
+        self.tally.wrote(backend, handle.nbytes, immediate is not None, kind)
         if link is None:
             self._local.write(source, target, pieces)
             if immediate is not None:
@@ -120,14 +120,14 @@ class Mover:
         if self._is_staged(link, target, source, deadline):
             if link is None:
                 kind = class_of(priority, pieces.nbytes, None, write=False)
-                self._tally.read(backend, pieces.nbytes, kind)
+                self.tally.read(backend, pieces.nbytes, kind)
             return self.staging.read(peer, target, source, pieces, deadline, priority, copy)
         backend, location = self._locate(backend, link, source, pieces, deadline)
         handle = Transfer(
             peer=peer, operation="read", backend=backend, nbytes=pieces.nbytes, deadline=deadline
         )
         kind = class_of(priority, handle.nbytes, None, write=False)
-        self._tally.read(backend, handle.nbytes, kind)
+        self.tally.read(backend, handle.nbytes, kind)
         if link is None:
             self._local.read(target, source, pieces)
         elif backend == "shared_memory":
@@ -233,9 +233,9 @@ class Mover:
         if not write:
             if immediate is not None:
                 raise ValueError("a read carries no immediate")
-            self._tally.read("shared_memory", nbytes, kind)
+            self.tally.read("shared_memory", nbytes, kind)
             return handle
-        self._tally.wrote("shared_memory", nbytes, immediate is not None, kind)
+        self.tally.wrote("shared_memory", nbytes, immediate is not None, kind)
         if immediate is not None:
             handle.deadline = self.deadline(timeout_s)
             self._signal(link, immediate, handle)
@@ -292,7 +292,7 @@ class Mover:
         if not key.rights & needed:
             problem = f"the key does not give the right to {Access(needed).name}"
         if problem is not None:
-            self._tally.add(backend, refused=1)
+            self.tally.add(backend, refused=1)
             raise AccessRefused(key.owner, problem)
 
     def _write_mapped(
@@ -325,7 +325,7 @@ class Mover:
             raise self._failed(handle, handle.timed_out())
 
     def _failed(self, handle: Transfer, error: TransferError) -> TransferError:
-        self._tally.add(handle.backend, failures=1)
+        self.tally.add(handle.backend, failures=1)
         return error
 
     def _submit(

@@ -27,12 +27,18 @@ class InPlace:
         array: [nbytes] uint8, the peer's memory.
     """
 
-    __slots__ = ("_link", "_mover", "array")
+    __slots__ = ("_link", "_mover", "_window", "array")
 
     def __init__(self, mover: Mover, link: PeerLink, window: Window) -> None:
         self._mover = mover
         self._link = link
+        self._window = window
         self.array = window.array
+
+    @property
+    def live(self) -> bool:
+        """Whether the peer is there and the key was not withdrawn."""
+        return self._window.live and self._link.alive
 
     def announce(self, nbytes: int, immediate: int, *, timeout_s: float | None = None) -> Transfer:
         """Count an immediate at the peer, as after a write of `nbytes`.
@@ -48,11 +54,11 @@ class InPlace:
 
     def read_bytes(self, nbytes: int) -> None:
         """Count bytes that the caller has copied out of the memory, as of a read."""
-        self._mover.account(self._link, nbytes, None, Priority.KV_GET, write=False)
+        self._mover.tally.read("shared_memory", nbytes, Priority.KV_GET)
 
     def wrote_bytes(self, nbytes: int) -> None:
         """Count bytes that the caller has copied into the memory, as of a write."""
-        self._mover.account(self._link, nbytes, None, Priority.KV_PUT, write=True)
+        self._mover.tally.wrote("shared_memory", nbytes, False, Priority.KV_PUT)
 
 
 class Prepared:

@@ -1,6 +1,6 @@
 """Space in the pool that a client has ahead, for puts of one value in one request.
 
-    take ─▶ bytes are written ─▶ Store ─▶ give: the next place of this size, from the reply
+    take ─▶ bytes are written ─▶ Store ─▶ give: the next places of this size, from the reply
                                    └────▶ abandon: no reply came; nothing is written there again
     unused for a moment, the client's end ─▶ given back
 
@@ -14,12 +14,16 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.client.writes_under_way import Target
 from kvstore.errors import KVStoreError
 from kvstore.wire import messages as m
+
+if TYPE_CHECKING:
+    from transfer import RegionKey
+    from transfer.prepared import InPlace
 
 logger = logging.getLogger(__name__)
 
@@ -61,49 +65,52 @@ class ReservedPlaces:
     def __init__(self, ask: Callable[[m.Reserve, float], m.Reserved], client: str) -> None:
         self._ask = ask
         self._client = client
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._places: dict[Kind, list[ReservedPlace]] = {}
         self._used_s: dict[Kind, float] = {}
         self._keys: dict[int, bytes] = {}  # any key of each shard
         self._untold: dict[int, list[int]] = {}  # shard -> numbers that are over
         self._held_bytes = 0
+        # Memory mapped here, by node; forgotten often, lest that of a node be kept that is gone.
+        self.mapped: dict[str, tuple[RegionKey, InPlace | None]] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def take(self, shard: int, space: int) -> ReservedPlace | None:
-        """Return a place that nobody else writes into, for one put; None if there is none."""
+    def take(self, shard: int, space: int) -> tuple[ReservedPlace | None, int]:
+        """Return a place that nobody else writes into, for one put, and how many are left."""
         kind = shard, space
-        with self._changed:
+        with self._lock:
             places = self._places.get(kind)
             if not places:
-                return None
+                return None, 0
             now = time.monotonic()
             place = places.pop()
             self._held_bytes -= space
             self._used_s[kind] = now
             if place.until_s > now:
-                return place
+                return place, len(places)
             self._end(shard, place.batch)
-        return None
+            return None, 0
 
-    def give(self, shard: int, place: ReservedPlace) -> None:
-        """Keep a place for a later put."""
-        kind = shard, place.space
-        with self._changed:
-            places = self._places.get(kind, [])
-            full = self._held_bytes + place.space > HELD_BYTES_MAX or len(places) >= HELD_MAX
-            if self._closed or full:
-                self._end(shard, place.batch)
-            else:
-                places.append(place)
-                self._places[kind] = places
+    def give(self, shard: int, places: Sequence[ReservedPlace]) -> None:
+        """Keep places of one size for later puts."""
+        with self._lock:
+            for place in places:
+                kept = self._places.get((shard, place.space), [])
+                full = self._held_bytes + place.space > HELD_BYTES_MAX or len(kept) >= HELD_MAX
+                if self._closed or full:
+                    self._end(shard, place.batch)
+                    continue
+                kept.append(place)
+                self._places[shard, place.space] = kept
                 self._held_bytes += place.space
-                self._used_s.setdefault(kind, time.monotonic())
+                self._used_s.setdefault((shard, place.space), time.monotonic())
             self._watch()
 
     def reserve(self, request: m.Reserve, shard: int, space: int) -> ReservedPlace | None:
         """Ask for a place; None if there is none. Raises KVStoreError."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return None
             self._keys[shard] = request.key
@@ -121,7 +128,7 @@ class ReservedPlaces:
 
     def abandon(self, shard: int, *batches: int) -> None:
         """Nothing is or will be written into these; the master is told with the next request."""
-        with self._changed:
+        with self._lock:
             for batch in batches:
                 self._end(shard, batch)
             self._watch()
@@ -134,25 +141,26 @@ class ReservedPlaces:
     def told(self, shard: int, batches: list[int]) -> None:
         """The master knows of these."""
         if batches:
-            with self._changed:
+            with self._lock:
                 left = set(self._untold.get(shard, ())).difference(batches)
                 self._untold[shard] = sorted(left)
 
     def let_go(self, target: Target) -> None:
         """Use no place in a segment that is held now; see `WritesUnderWay.on_question`."""
-        with self._changed:
+        with self._lock:
             self._drop_where(lambda place: (place.where.node, place.where.segment) == target)
             self._watch()
 
     def close(self) -> None:
         """Give everything back, and end the thread. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._drop(math.inf)
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
             thread.join()
+        self.mapped.clear()
 
     # -- what is not used; the lock is held but in `_run` and `_tell_all` ------------------------
 
@@ -180,10 +188,11 @@ class ReservedPlaces:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._closed:
                     self._changed.wait(IDLE_S)
                 closed, now = self._closed, time.monotonic()
+                self.mapped.clear()
                 self._drop(now - IDLE_S)
                 # Of a size in use the youngest is taken first: others may grow too old.
                 self._drop_where(lambda place: place.until_s <= time.monotonic())
@@ -195,7 +204,7 @@ class ReservedPlaces:
                 return
 
     def _tell_all(self) -> None:
-        with self._changed:
+        with self._lock:
             untold = {shard: list(batches) for shard, batches in self._untold.items() if batches}
         for shard, batches in untold.items():
             key = self._keys[shard]

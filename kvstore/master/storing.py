@@ -1,8 +1,8 @@
 """Puts of one block in one request: into a place that the writer was given ahead.
 
     Reserve                       place 1
-    (bytes are written)  Store 1  a block now; place 2 of the same size
-    (bytes are written)  Store 2  ...           the name is taken: place 2 again, as number 3
+    (bytes are written)  Store 1  a block now; places 2 and 3 of the same size, if they are wanted
+    (bytes are written)  Store 2  the name is taken: the same place again, as number 4
 
 A number is used up by its `Store`, whatever becomes of it. So a request that is repeated, or that
 arrives late, never makes a block of bytes that were meant for another.
@@ -19,12 +19,19 @@ from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.open_puts import NO_KEY, PutBatch
 from kvstore.master.books.tenants import Tenant
 from kvstore.master.timing import MasterTiming
-from kvstore.master.transition import NEVER, Transition, are_checksums, malformed, not_entered
+from kvstore.master.transition import (
+    NEVER,
+    UNSIGNED_END,
+    Transition,
+    malformed,
+    not_entered,
+)
 from kvstore.master.writing import compare
 from kvstore.wire import messages as m
 
 # So much of the pool is reserved at most: what one client keeps ahead, others cannot have.
 RESERVED_SHARE: Final = 1 / 32
+MORE_MAX: Final = 64  # places of one request
 
 
 class Storing:
@@ -50,51 +57,50 @@ class Storing:
         return NEVER
 
     def _reserve(self, request: m.Reserve, now: float) -> m.Reply:
-        tenant = self._catalog.tenants.acting(request.client)
+        client, puts = request.client, self._catalog.puts
+        tenant = self._catalog.tenants.acting(client)
         if tenant is None:
-            return not_entered(request.client)
-        self._abandoned.end(request.client, request.abandoned)
-        batch = self._catalog.puts.find(request.client, request.batch)
+            return not_entered(client)
+        self._abandoned.end(client, request.abandoned)
+        batch = puts.find(client, request.batch)
         if request.nbytes and batch is None:
-            batch = self._open(
-                request.client, request.batch, request.nbytes, request.avoid, tenant, now
-            )
+            numbers = (request.batch,)
+            self._open(client, numbers, request.nbytes, request.avoid, tenant, now)
+            batch = puts.find(client, request.batch)
         return m.Reserved(self._place(batch), self._timing.put_s)
 
     def _store(self, request: m.Store, now: float) -> m.Reply:
         catalog, client = self._catalog, request.client
         puts, table = catalog.puts, catalog.table
-        if request.length <= 0 or not are_checksums((request.checksum,)):
-            return malformed("a block of no bytes, or a checksum of more than 64 bits")
-        if request.following == request.batch:
-            return malformed(f"batch {request.batch} follows itself")
+        problem = _problem(request)
+        if problem:
+            return malformed(problem)
         tenant = catalog.tenants.acting(client)
         if tenant is None:
             return not_entered(client)
         if request.abandoned:
             self._abandoned.end(client, request.abandoned)
-        batch, following = puts.find(client, request.batch), puts.find(client, request.following)
+        batch = puts.find(client, request.batch)
         row = None if batch is None else puts.reserved(batch)
-        usable = (
-            row is not None
-            and following is None
-            and table.tenant[row] == tenant.number
-            and table.space[row] == catalog.pool.of(row).space_of(padded(request.length))
-        )
-        if batch is None or row is None or not usable:
+        if (
+            batch is None
+            or row is None
+            or puts.find(client, request.following) is not None
+            or table.tenant[row] != tenant.number
+            or table.space[row] != padded(request.length)
+        ):
             if batch is not None and batch.is_reserved:
                 catalog.end_batch(batch, at_rest=True)  # its writer says so
-            return m.Stored(m.PutOutcome.FAILED, self._place(following), self._timing.put_s)
+            return self._stored(request, m.PutOutcome.FAILED)
         outcome = self._commit(request, batch, row, tenant, now)
-        if outcome is m.PutOutcome.STORED:
-            avoid, number = request.avoid, request.following
-            following = self._open(client, number, request.length, avoid, tenant, now)
-        elif (client, request.following) in self._abandoned:
-            catalog.end_batch(batch, at_rest=True)
-        else:
-            puts.renumber(batch, request.following)
-            following = batch
-        return m.Stored(outcome, self._place(following), self._timing.put_s)
+        if outcome is not m.PutOutcome.STORED:
+            if (client, request.following) in self._abandoned:
+                catalog.end_batch(batch, at_rest=True)
+            else:
+                puts.renumber(batch, request.following)
+        elif request.more:
+            self._open(client, request.more, request.length, request.avoid, tenant, now)
+        return self._stored(request, outcome)
 
     def _commit(
         self, request: m.Store, batch: PutBatch, row: int, tenant: Tenant, now: float
@@ -121,36 +127,59 @@ class Storing:
     def _open(
         self,
         client: str,
-        number: int,
+        numbers: Sequence[int],
         length: int,
         avoid: Sequence[str],
         tenant: Tenant,
         now: float,
-    ) -> PutBatch | None:
-        """Reserve a place; None if there is none to spare, or the client is one to be counted."""
+    ) -> None:
+        """Reserve places, as many as there are to spare; none for a client that is counted."""
         catalog, space = self._catalog, padded(length)
         pool, puts = catalog.pool, catalog.puts
-        if tenant.quota_bytes is not None or (client, number) in self._abandoned:
-            return None
         capacity = sum(s.capacity for s in pool if s.medium is not m.Medium.SSD)
-        if puts.reserved_bytes + space > capacity * RESERVED_SHARE:
-            return None
+        spare = int(capacity * RESERVED_SHARE - puts.reserved_bytes) // space
+        fresh = [
+            number
+            for number in numbers
+            if puts.find(client, number) is None and (client, number) not in self._abandoned
+        ][: max(0, spare)]
+        if not fresh or tenant.quota_bytes is not None:
+            return
         candidates = pool.candidates(client, now, avoid=avoid)
         if not candidates.sets or candidates.sets[0][0].medium is m.Medium.SSD:
-            return None  # a disk takes long: there a request more does not matter
-        row = pool.place(NO_KEY, length, space, candidates)
-        if row is None:
-            return None
-        catalog.describe((row,), (0,), 0, tenant)
-        batch = PutBatch(
-            client=client,
-            batch=number,
-            opened_s=catalog.leases.awake(now),
-            tenant=tenant.number,
-            is_reserved=True,
-        )
-        puts.reserve(batch, row)
-        return batch
+            return  # a disk takes long: there a request more does not matter
+        keys, lengths = [NO_KEY] * len(fresh), [length] * len(fresh)
+        rows = pool.place_free(keys, lengths, space, candidates)
+        rest = slice(len(rows), None)
+        rows += pool.place_over(keys[rest], lengths[rest], space, candidates)
+        while len(rows) < len(fresh):
+            row = pool.place(NO_KEY, length, space, candidates)
+            if row is None:
+                break
+            rows.append(row)
+        catalog.describe(rows, [0] * len(rows), 0, tenant)
+        opened_s = catalog.leases.awake(now)
+        for number, row in zip(fresh, rows, strict=False):
+            batch = PutBatch(
+                client=client,
+                batch=number,
+                opened_s=opened_s,
+                tenant=tenant.number,
+                is_reserved=True,
+            )
+            puts.reserve(batch, row)
+
+    def _stored(self, request: m.Store, outcome: m.PutOutcome) -> m.Stored:
+        """Say which of the places that a request names are the writer's now."""
+        find, client = self._catalog.puts.find, request.client
+        unused = self._place(find(client, request.following))
+        more: list[m.Place] = []
+        for number in request.more:
+            place = self._place(find(client, number))
+            if place is None:
+                break
+            more.append(place)
+        return m.Stored(outcome, unused, more, self._timing.put_s)
 
     def _place(self, batch: PutBatch | None) -> m.Place | None:
         """Return where a reserved batch is to be written."""
@@ -158,3 +187,15 @@ class Storing:
         if row is None:
             return None
         return m.Place(self._catalog.pool.of(row).where, self._catalog.table.offset[row])
+
+
+def _problem(request: m.Store) -> str:
+    """Say what is illegal about a request, if anything."""
+    if request.length <= 0 or not 0 <= request.checksum < UNSIGNED_END:
+        return "a block of no bytes, or a checksum that is not an unsigned 64-bit number"
+    if len(request.more) > MORE_MAX:
+        return f"{len(request.more)} places at once"
+    numbers = {request.batch, request.following, *request.more}
+    if len(numbers) < 2 + len(request.more):
+        return "a number that is used twice"
+    return ""

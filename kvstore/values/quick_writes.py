@@ -35,12 +35,15 @@ if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.writes_under_way import WriteUnderWay
     from kvstore.node.store_node import StoreNode
+    from transfer import RegionKey
 
 logger = logging.getLogger(__name__)
 
 QUICK_BYTES_MAX: Final = (4 << 20) - 1  # above, a request more does not matter
 STAGED_BYTES_MAX: Final = 256 << 10  # of what is neither registered nor copied within the host
 SIZES_MAX: Final = 8
+AHEAD_BYTES: Final = 2 << 20
+AHEAD_MAX: Final = 8  # places that are asked for at once
 PAUSE_S: Final = 1.0  # after a place was refused
 REACH_S: Final = 5.0
 _UNIT: Final = 64
@@ -97,37 +100,19 @@ class QuickWrites:
             (key,) = self._core.tenant.salted((key,))
         shard = 0 if self._shards == 1 else shard_of(key, self._shards)
         # Of all segments until the end: the reply may bring a place in any.
-        with self._core.under_way.begin() as write:
-            return self._put(shard, key, part, options, timeout_s, write)
-
-    def _put(
-        self,
-        shard: int,
-        key: bytes,
-        part: Part,
-        options: PutOptions,
-        timeout_s: float | None,
-        write: WriteUnderWay,
-    ) -> PutOutcome | None:
-        nbytes, space = part.nbytes, -(-part.nbytes // _UNIT) * _UNIT
-        place = self._places.take(shard, space) or self._reserve(shard, key, space)
-        if place is None:
-            return None
-        checksum = self._write(shard, place, part, write)
-        if checksum is None:
-            return None
-        held = HeldBlocks(
-            [key], [place.offset], [nbytes], [checksum], [options.pin is Pin.HARD], [],
-            [self._core.tenant.name] if self._core.tenant.name else [],
-            [options.group] if options.group else [],
-        )  # fmt: skip
+        write = self._core.under_way.begin()
         try:
-            self._tell(place.where, Written(held, place.where.segment))
-        except TransferError as error:
-            self._lose(place, error)
-            self._places.abandon(shard, place.batch)
-            return None
-        return self._store(shard, place, key, nbytes, checksum, options, timeout_s)
+            place, left = self._places.take(shard, space)
+            if place is None:
+                place = self._reserve(shard, key, space)
+                if place is None:
+                    return None
+            checksum = self._write(shard, place, part, write)
+            if checksum is None:
+                return None
+            return self._store(shard, place, key, nbytes, checksum, options, timeout_s, left)
+        finally:
+            write.end()
 
     def learn(
         self, nbytes: int, options: PutOptions, outcome: PutOutcome, *, again: bool
@@ -176,28 +161,38 @@ class QuickWrites:
         self, shard: int, place: ReservedPlace, part: Part, write: WriteUnderWay
     ) -> int | None:
         """Write a value and return its checksum; None if that is not possible here."""
-        where, engine = place.where, self._core.engine
+        where = place.where
         try:
             key = self._segments.known(where)
             if key is None:
                 key = self._segments.get(where, deadline_s=time.monotonic() + REACH_S)
-            mapped = engine.in_place(where.node, key)
+            known, mapped = self._places.mapped.get(where.node, (None, None))
+            if mapped is None or known is not key or not mapped.live:
+                mapped = self._core.engine.in_place(where.node, key)
+                self._places.mapped[where.node] = key, mapped
         except (NodeUnreachable, TransferError) as error:
             self._lose(place, error)
             self._places.abandon(shard, place.batch)
             return None
-        if mapped is not None:
-            start, nbytes = place.offset, part.nbytes
-            if start < 0 or nbytes > len(mapped.array) - start:
-                self._places.abandon(shard, place.batch)
-                return None  # the long way says what is wrong
-            if isinstance(part, RegionPiece):
-                source, first = part.region.array, part.offset
-            else:
-                source, first = part, 0
-            checksum = copy_with_checksum(mapped.array, start, source, first, nbytes)
-            mapped.wrote_bytes(nbytes)
-            return checksum
+        if mapped is None:
+            return self._send(shard, place, key, part, write)
+        start, nbytes = place.offset, part.nbytes
+        if start < 0 or nbytes > len(mapped.array) - start:
+            self._places.abandon(shard, place.batch)
+            return None  # the long way says what is wrong
+        if isinstance(part, RegionPiece):
+            source, first = part.region.array, part.offset
+        else:
+            source, first = part, 0
+        checksum = copy_with_checksum(mapped.array, start, source, first, nbytes)
+        mapped.wrote_bytes(nbytes)
+        return checksum
+
+    def _send(
+        self, shard: int, place: ReservedPlace, key: RegionKey, part: Part, write: WriteUnderWay
+    ) -> int | None:
+        """As `_write`, to memory that is not mapped here."""
+        where, engine = place.where, self._core.engine
         if not isinstance(part, RegionPiece) and part.nbytes > STAGED_BYTES_MAX:
             self._places.abandon(shard, place.batch)
             self._sizes.pop(place.space, None)
@@ -233,11 +228,28 @@ class QuickWrites:
         checksum: int,
         options: PutOptions,
         timeout_s: float | None,
-    ) -> PutOutcome:
+        left: int,
+    ) -> PutOutcome | None:
+        """Tell the node, then the master; ask for further places if none is left."""
         record, places = self._core.record, self._places
+        where, tenant = place.where, self._core.tenant.name
+        held = HeldBlocks(
+            [key], [place.offset], [nbytes], [checksum], [options.pin is Pin.HARD], [],
+            [tenant] if tenant else [], [options.group] if options.group else [],
+        )  # fmt: skip
+        try:
+            self._tell(where, Written(held, where.segment))
+        except TransferError as error:
+            self._lose(place, error)
+            places.abandon(shard, place.batch)
+            return None
         following, untold = record.next_batch(), places.untold(shard)
+        more = []
+        if not left:
+            wanted = min(AHEAD_MAX, max(1, AHEAD_BYTES // place.space))
+            more = [record.next_batch() for _ in range(wanted)]
         request = m.Store(
-            record.name, place.batch, key, nbytes, checksum, following,
+            record.name, place.batch, key, nbytes, checksum, following, more,
             options.pin, options.pin_s, options.group, record.avoided(), untold,
         )  # fmt: skip
         asked_s = time.monotonic()
@@ -245,24 +257,28 @@ class QuickWrites:
             reply = self._link.ask(request, m.Stored, timeout_s=timeout_s)
         except MasterRefused as error:  # a new one, perhaps, that does not know us
             logger.debug("not stored: %s", error)
-            places.abandon(shard, place.batch, following)
+            places.abandon(shard, place.batch, following, *more)
             return PutOutcome.FAILED
         except KVStoreError:
-            places.abandon(shard, place.batch, following)
+            places.abandon(shard, place.batch, following, *more)
             raise
-        places.told(shard, untold)
-        outcome, granted = reply.outcome, reply.place
-        if granted is not None:
-            until_s = asked_s + reply.put_s / 2
+        if untold:
+            places.told(shard, untold)
+        outcome, unused = reply.outcome, reply.place
+        until_s = asked_s + reply.put_s / 2
+        if reply.more:
+            granted = zip(reply.more, more, strict=False)
             places.give(
                 shard,
-                ReservedPlace(granted.where, granted.offset, place.space, following, until_s),
+                [ReservedPlace(p.where, p.offset, place.space, n, until_s) for p, n in granted],
             )
+        if unused is not None:
+            places.give(shard, [place._replace(batch=following)])
         if outcome is PutOutcome.STORED:
             record.count(stored_blocks=1)
             return outcome
         if outcome is PutOutcome.FAILED:  # repeated, too late, or by a master that knows nothing
-            if granted is not None and (granted.where, granted.offset) == place[:2]:
+            if unused is not None:
                 self._forget(place, key)
             return outcome
         self._forget(place, key)

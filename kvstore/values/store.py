@@ -123,8 +123,7 @@ class Store:
     ) -> PutOutcome:
         """Store one value; see `put_batch`."""
         key, parts = key_of(name, self._namespace), parts_of(value)
-        nbytes, outcome = nbytes_of(parts), None
-        started_s = time.monotonic()
+        outcome, started_s = None, time.monotonic()
         if len(parts) == 1:
             outcome = self._quick_writes.put(key, parts[0], options, timeout_s)
             if outcome is not None and outcome is not PutOutcome.FAILED:
@@ -134,7 +133,7 @@ class Store:
         steps = self.operations.put([key], [parts], options, timeout_s)
         (found,) = self.client.driver.run(steps)
         again = outcome is PutOutcome.FAILED
-        return self._quick_writes.learn(nbytes, options, found, again=again)
+        return self._quick_writes.learn(nbytes_of(parts), options, found, again=again)
 
     def put_batch(
         self,

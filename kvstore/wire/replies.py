@@ -98,13 +98,20 @@ class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """What became of a block, and the place that is `Store.following` from now on, if any.
+    """What became of a block.
 
     `FAILED`: the place is not known (any more); nothing was stored by this very request.
+
+    Attributes:
+        outcome: As of a put.
+        place: What is `Store.following` from now on: the place, which was not used.
+        more: The first of `Store.more`, as many as could be had.
+        put_s: As of `Allocated`.
     """
 
     outcome: PutOutcome
     place: Place | None
+    more: list[Place] = []
     put_s: float = 0.0
 
 

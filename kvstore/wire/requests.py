@@ -188,8 +188,8 @@ class Store(msgspec.Struct, frozen=True, tag="store"):
         key: Name.
         length: Bytes of payload; those of the reservation, but for the padding.
         checksum: As in `HeldBlocks`.
-        following: Number of the place in the reply: the same one if it was not used, else another
-            of the same size.
+        following: Number of the place from now on if it was not used.
+        more: Numbers of further places of this size that are wanted if it was.
         pin: As of `Allocate`, like all that follows.
     """
 
@@ -199,6 +199,7 @@ class Store(msgspec.Struct, frozen=True, tag="store"):
     length: Annotated[int, msgspec.Meta(gt=0)]
     checksum: int
     following: Count
+    more: list[Count] = []
     pin: Pin = Pin.NONE
     pin_s: float = 0.0
     group: Label = ""

@@ -94,10 +94,10 @@ class Stream:
                     os.close(descriptor)
                 return False
             idle = not self._outbox
-            self._outbox.extend(
-                (view, descriptor if i == 0 else -1) for i, view in enumerate(views)
-            )
-            self._outbox_bytes += sum(view.nbytes for view in views)
+            for view in views:
+                self._outbox.append((view, descriptor))
+                self._outbox_bytes += view.nbytes
+                descriptor = -1
             if idle:
                 self._push()
             return True

@@ -236,9 +236,11 @@ class MasterMachine(RuleBasedStateMachine):
     def store_reserved(self, data, key, checksum, pin):
         """A put in one request, which is sent twice."""
         place = data.draw(st.sampled_from(self.places))
-        self.batch += 1
+        following = self.batch + 1
+        more = list(range(following + 1, following + 1 + data.draw(st.integers(0, 3))))
+        self.batch = following + len(more)
         request = m.Store(
-            place.client, place.batch, key, place.length, checksum, self.batch,
+            place.client, place.batch, key, place.length, checksum, following, more,
             m.Pin.HARD if pin else m.Pin.NONE,
         )  # fmt: skip
         self.step(m.Observe())
@@ -249,21 +251,26 @@ class MasterMachine(RuleBasedStateMachine):
             return
         self.places.remove(place)
         if not was_open:
-            assert (reply.outcome, reply.place) == (m.PutOutcome.FAILED, None)
+            assert reply.outcome is m.PutOutcome.FAILED
         elif there:
             same = self.committed[key] == (place.length, checksum)
             assert reply.outcome is (m.PutOutcome.EXISTS if same else m.PutOutcome.CONFLICT)
         else:
             assert reply.outcome is (m.PutOutcome.IN_PROGRESS if holder else m.PutOutcome.STORED)
+        assert (reply.place is None) == (reply.outcome in (m.PutOutcome.STORED, "failed"))
+        assert len(reply.more) <= (len(more) if reply.outcome is m.PutOutcome.STORED else 0)
         if reply.outcome is m.PutOutcome.STORED:
             self.committed[key] = (place.length, checksum)
         elif was_open:
             found = (reply.place.where.node, reply.place.offset)
             assert found == (place.node, place.offset), "what was not used is the writer's still"
-        self.granted(place.client, self.batch, place.length, reply.place)
+        self.granted(place.client, following, place.length, reply.place)
+        for number, further in zip(more, reply.more, strict=False):
+            self.granted(place.client, number, place.length, further)
         repeated = self.tell(place.client, request)
-        assert (repeated.outcome, repeated.place) == (m.PutOutcome.FAILED, reply.place)
-        finished = self.tell(place.client, m.Finish(place.client, self.batch, [0]))
+        assert repeated.outcome is m.PutOutcome.FAILED
+        assert (repeated.place, repeated.more) == (reply.place, reply.more)
+        finished = self.tell(place.client, m.Finish(place.client, following, [0]))
         assert finished.stored == [False], "a place without a key is no block"
 
     @precondition(lambda self: self.places)

@@ -23,6 +23,7 @@ from kvstore import (
 from kvstore.client import reserved_places
 from kvstore.master import storing
 from kvstore.shards.plan import shard_of
+from kvstore.values import quick_writes
 from kvstore.wire import messages as m
 from tests.support.engines import eventually
 from tests.support.store_pool import WAIT_S, Pool
@@ -42,6 +43,7 @@ def stack():
 def patient(monkeypatch):
     """Places are not given back while a test looks."""
     monkeypatch.setattr(reserved_places, "IDLE_S", 60.0)
+    monkeypatch.setattr(quick_writes, "AHEAD_MAX", 1)  # one place at a time
 
 
 class Requests:
@@ -129,6 +131,31 @@ def test_every_size_and_kind_is_its_bytes(stack, monkeypatch, patient, nbytes, b
         assert pool.store.get(key) == data
     remote = backend is TransferBackend.TCP and nbytes > 256 << 10
     assert requests.take() == ["Store"] * 3 or remote  # too large to be staged, not mapped
+
+
+def test_places_are_given_several_at_a_time(stack, monkeypatch, patient):
+    monkeypatch.setattr(quick_writes, "AHEAD_MAX", 4)
+    pool = Pool(stack)
+    warm(pool.store)  # the second of them was stored in the place that was reserved
+    requests = Requests(pool.store, monkeypatch)
+    held, wanted, contents = [], [], {}
+    requests.before = lambda request: wanted.append(len(request.more))
+    for _ in range(9):
+        key = secrets.token_bytes(16)
+        contents[key] = value()
+        assert pool.store.put(key, contents[key]) is STORED
+        held.append(pool.master.statistics().open_bytes // SIZE)
+    assert requests.take() == ["Store"] * 9
+    assert held == [2, 1, 4, 3, 2, 1, 4, 3, 2]
+    assert wanted == [0, 0, 4, 0, 0, 0, 4, 0, 0]
+    requests.before = None
+    assert {key: pool.store.get(key) for key in contents} == contents
+    key = next(iter(contents))
+    assert pool.store.put(key, value()) is CONFLICT
+    assert pool.master.statistics().open_bytes == 2 * SIZE
+    pool.store.close()
+    assert pool.master.statistics().open_bytes == 0
+    pool.master.check_invariants()
 
 
 def test_a_taken_name_costs_one_request_and_the_next_put_asks_first(stack, monkeypatch, patient):
