@@ -110,6 +110,8 @@ class QuickWrites:
             checksum = self._write(shard, place, part, write)
             if checksum is None:
                 return None
+            if not self._note(shard, place, key, nbytes, checksum, options):
+                return None
             return self._store(shard, place, key, nbytes, checksum, options, timeout_s, left)
         finally:
             write.end()
@@ -219,6 +221,29 @@ class QuickWrites:
                 return None
         return checksum
 
+    def _note(
+        self,
+        shard: int,
+        place: ReservedPlace,
+        key: bytes,
+        nbytes: int,
+        checksum: int,
+        options: PutOptions,
+    ) -> bool:
+        """Tell the node what lies there, before the master hears of it; False if that fails."""
+        where, tenant = place.where, self._core.tenant.name
+        held = HeldBlocks(
+            [key], [place.offset], [nbytes], [checksum], [options.pin is Pin.HARD], [],
+            [tenant] if tenant else [], [options.group] if options.group else [],
+        )  # fmt: skip
+        try:
+            self._tell(where, Written(held, where.segment))
+        except TransferError as error:
+            self._lose(place, error)
+            self._places.abandon(shard, place.batch)
+            return False
+        return True
+
     def _store(
         self,
         shard: int,
@@ -229,20 +254,9 @@ class QuickWrites:
         options: PutOptions,
         timeout_s: float | None,
         left: int,
-    ) -> PutOutcome | None:
-        """Tell the node, then the master; ask for further places if none is left."""
+    ) -> PutOutcome:
+        """Tell the master; ask for further places if none is left."""
         record, places = self._core.record, self._places
-        where, tenant = place.where, self._core.tenant.name
-        held = HeldBlocks(
-            [key], [place.offset], [nbytes], [checksum], [options.pin is Pin.HARD], [],
-            [tenant] if tenant else [], [options.group] if options.group else [],
-        )  # fmt: skip
-        try:
-            self._tell(where, Written(held, where.segment))
-        except TransferError as error:
-            self._lose(place, error)
-            places.abandon(shard, place.batch)
-            return None
         following, untold = record.next_batch(), places.untold(shard)
         more = []
         if not left:
