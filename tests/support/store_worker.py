@@ -103,7 +103,11 @@ class Commands:
     def flip(self):
         """Damage the first block that this node holds; return its key."""
         segment = self.node.segments[0]
-        block = segment.index.blocks()[0]
+        deadline = time.monotonic() + START_S
+        while not (blocks := segment.index.blocks()):  # what others have written is told later
+            assert time.monotonic() < deadline, "this node holds nothing"
+            time.sleep(0.005)
+        block = blocks[0]
         segment.memory.array[block.offset + block.length // 2] ^= 1
         return block.key
 

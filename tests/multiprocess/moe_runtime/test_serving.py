@@ -107,7 +107,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     )
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=[1, 3, 4])
 def cluster(request: pytest.FixtureRequest, truth: Truth) -> Iterator[ClusterForTests]:
     """One worker has so few pages that requests push each other out."""
     workers: int = request.param
