@@ -69,7 +69,7 @@ class OurClient:
             hit = self._store.client.lookup(names)
             places = np.arange(blocks) * size
             whole = self._store.client.get_into(hit, self._region, places) == blocks
-            self._store.client.release(hit)
+            self._store.client.release(hit, wait=False)
         if not whole:
             raise RuntimeError("not found")
 

@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 from kvstore.checksum import (
     CHECKSUM_BYTES,
-    block_checksums,
     joined_checksum,
     part_table,
     table_bytes,
     table_checksum,
 )
+from kvstore.client.block_sums import BlockSums, Sums
 from kvstore.client.locations import Hit
 from kvstore.client.paced_read import GROUPS_MAX, PacedRead
 from kvstore.client.pieces import Pieces
 from kvstore.client.read_plan import Check, ReadPlan, plan_read
 from kvstore.client.steps import Steps, reach, settle, work
-from kvstore.copying import copy_with_checksums
+from kvstore.copying import checksum_column, copy_and_sum
 from kvstore.errors import NodeUnreachable
 from kvstore.wire.messages import Medium
 from transfer import AccessRefused, Priority, TransferError
@@ -74,9 +74,13 @@ class _Attempt:
 
     def __init__(self, num_blocks: int) -> None:
         self.reached = np.ones(num_blocks, dtype=bool)
-        self.found: dict[int, int] = {}  # checksums of whole blocks, where the copy brought them
+        self.sums = BlockSums.unknown(num_blocks)  # of whole blocks, where the copy brought them
         self.corrupt: set[int] = set()
         self.lost: list[str] = []
+
+    def note(self, blocks: Ints, found: Sums) -> None:
+        """Take the checksums of whole blocks; one that came twice must have come the same."""
+        self.corrupt.update(blocks[self.sums.meet(blocks, found)].tolist())
 
     def result(self) -> Copied:
         unreached = tuple(np.flatnonzero(~self.reached).tolist())
@@ -157,7 +161,7 @@ class BlockReader:
         for block, table in zip(missing, tables.arrays(range(len(missing))), strict=True):
             if not attempt.reached[block]:
                 continue
-            if table_checksum(table) == hit.checksums[block]:
+            if table_checksum(table) == int(hit.checksums[block]):
                 hit.tables[block] = table.copy()
             else:
                 attempt.corrupt.add(block)
@@ -228,7 +232,7 @@ class BlockReader:
 
             if on_disk and region.kind == "host":
                 own_disk = where.node == self._engine.name
-                paced = PacedRead(region, of_region, start, attempt.found, own_disk=own_disk)
+                paced = PacedRead(region, of_region, start, attempt.sums, own_disk=own_disk)
                 for _ in range(GROUPS_MAX):
                     if (transfer := paced.more()) is not None:
                         under_way.append((index, transfer, paced))
@@ -244,18 +248,13 @@ class BlockReader:
 
     def _verify(self, hit: Hit, plan: ReadPlan, attempt: _Attempt) -> None:
         rows = plan.whole[attempt.reached[plan.reads.blocks[plan.whole]]]
-        for region, of_region in plan.reads.by_region(rows):
-            blocks = plan.reads.blocks[of_region].tolist()
-            found = [attempt.found.get(block) for block in blocks]
-            if None in found:
-                found[:] = block_checksums(
-                    region.array, plan.reads.offsets[of_region], plan.reads.lengths[of_region]
-                )
-            attempt.corrupt.update(
-                block
-                for block, checksum in zip(blocks, found, strict=True)
-                if checksum != hit.checksums[block]
-            )
+        blocks = plan.reads.blocks[rows]
+        for region, missing in plan.reads.by_region(rows[~attempt.sums.known[blocks]]):
+            offsets, lengths = plan.reads.offsets[missing], plan.reads.lengths[missing]
+            found = checksum_column(region.array, offsets, lengths)
+            attempt.note(plan.reads.blocks[missing], found)
+        wrong = blocks[attempt.sums.values[blocks] != hit.checksums[blocks]]
+        attempt.corrupt.update(wrong.tolist())
         for check in plan.checks:
             if attempt.reached[check.block] and not _is_right(hit, check, plan.reads):
                 attempt.corrupt.add(check.block)
@@ -277,8 +276,8 @@ def _copy(
     """Copy from memory that is mapped here, and take the checksums in the same pass."""
     if (sources < 0).any() or (sources + pieces.lengths > len(mapped.array)).any():
         raise AccessRefused(node, "a block outside of its segment")
-    found = copy_with_checksums(region.array, mapped.array, pieces.offsets, sources, pieces.lengths)
-    attempt.found.update(zip(pieces.blocks.tolist(), found, strict=True))
+    found = copy_and_sum(region.array, mapped.array, pieces.offsets, sources, pieces.lengths)
+    attempt.note(pieces.blocks, found)
     mapped.read_bytes(int(pieces.lengths.sum()))
 
 
@@ -286,7 +285,7 @@ def _is_right(hit: Hit, check: Check, reads: Pieces) -> bool:
     arrays = reads.arrays(check.rows)
     chunk_bytes = int(hit.chunk_bytes[check.block])
     if not chunk_bytes:
-        return joined_checksum(arrays) == hit.checksums[check.block]
+        return joined_checksum(arrays) == int(hit.checksums[check.block])
     table = hit.tables.get(check.block)
     if table is None:
         return False  # known to be corrupt already

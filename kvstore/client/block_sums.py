@@ -1,4 +1,4 @@
-"""Checksums of a put's blocks, as far as somebody has seen their bytes."""
+"""Checksums of the blocks of one put or copy, as far as somebody has seen their bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Sums = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockSums:
-    """Columns of one row per block. One put's own: not thread-safe.
+    """Columns of one row per block. Not thread-safe.
 
     Attributes:
         values: [N] uint64, xxh3_64 of each.
@@ -48,15 +48,13 @@ class BlockSums:
         return np.unique(blocks[~self.known[blocks]])
 
     def meet(self, blocks: Ints, found: Sums) -> Ints:
-        """Note what was found; return the positions in `blocks` of those that were others before.
+        """Note what was found; return the positions in `blocks` at which it was something else.
 
         Args:
-            blocks: Each once.
+            blocks: Which. One that is named twice has one checksum, and the other differs.
             found: [len(blocks)], the checksums of the bytes that were copied.
         """
-        known = self.known[blocks]
-        changed = np.flatnonzero(known & (self.values[blocks] != found))
-        fresh = blocks[~known]
-        self.values[fresh] = found[~known]
-        self.known[fresh] = True
-        return changed
+        fresh = ~self.known[blocks]
+        self.values[blocks[fresh]] = found[fresh]
+        self.known[blocks] = True
+        return np.flatnonzero(self.values[blocks] != found)

@@ -28,7 +28,7 @@ class Hit:
         node_idx: [num_blocks] int64, index into `nodes`.
         offsets: [num_blocks] int64, in the segment.
         lengths: [num_blocks] int64, bytes of payload of each block.
-        checksums: xxh3_64 of each block.
+        checksums: [num_blocks] uint64, xxh3_64 of each block.
         chunk_bytes: [num_blocks] int64; 0: no part table.
         tables: Part tables read so far and verified, by block.
     """
@@ -40,7 +40,7 @@ class Hit:
     node_idx: Ints
     offsets: Ints
     lengths: Ints
-    checksums: tuple[int, ...]
+    checksums: NDArray[np.uint64]
     chunk_bytes: Ints
     tables: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class Hit:
         found = np.flatnonzero(where >= 0)
         offsets = np.array(reply.offsets, dtype=np.int64)
         lengths = np.array(reply.lengths, dtype=np.int64)
-        checksums: Sequence[int] = reply.checksums
+        checksums = np.array(reply.checksums, dtype=np.uint64)
         chunks = np.zeros(len(where), dtype=np.int64)
         if reply.chunk_bytes:
             chunks = np.array(reply.chunk_bytes, dtype=np.int64)
@@ -75,9 +75,8 @@ class Hit:
             where, offsets, lengths, chunks = (
                 column[found] for column in (where, offsets, lengths, chunks)
             )
-            rows = found.tolist()
-            checksums = [checksums[row] for row in rows]
-            names = [names[row] for row in rows]
+            checksums = checksums[found]
+            names = [names[row] for row in found.tolist()]
         return cls(
             keys=tuple(names),
             positions=found,
@@ -86,6 +85,6 @@ class Hit:
             node_idx=where,
             offsets=offsets,
             lengths=lengths,
-            checksums=tuple(checksums),
+            checksums=checksums,
             chunk_bytes=chunks,
         )

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.checksum import block_checksums
+from kvstore.client.block_sums import BlockSums
 from kvstore.client.pieces import Pieces
 from kvstore.client.steps import Steps, work
 from kvstore.copying import copy_with_checksums
@@ -43,7 +44,7 @@ class PacedRead:
         pieces: Of it alone; whole blocks without part tables.
         start: Starts the transfer of some rows of `pieces`, which may make its copies by the
             function that it is given. Raises TransferError.
-        found: Where checksums go, by block.
+        sums: Where checksums go.
         own_disk: Whether it is of this process.
     """
 
@@ -52,14 +53,14 @@ class PacedRead:
         region: Region,
         pieces: Pieces,
         start: Callable[[Ints, CopyPieces], Transfer],
-        found: dict[int, int],
+        sums: BlockSums,
         *,
         own_disk: bool,
     ) -> None:
         self._region = region
         self._pieces = pieces
         self._start = start
-        self._found = found
+        self._sums = sums
         self._summed: dict[tuple[int, int], int] = {}  # by offset and length in the region
         ends = np.cumsum(pieces.lengths)
         rows, cuts = np.arange(len(pieces)), np.flatnonzero(np.diff((ends - 1) // GROUP_BYTES)) + 1
@@ -87,8 +88,7 @@ class PacedRead:
         if None in found:
             yield from work(int(lengths.sum()))
             found[:] = block_checksums(self._region.array, offsets, lengths)
-        blocks = self._pieces.blocks[rows].tolist()
-        self._found.update(zip(blocks, found, strict=True))  # type: ignore[arg-type]
+        self._sums.meet(self._pieces.blocks[rows], np.array(found, dtype=np.uint64))
 
     def _copy(self, target: Bytes, source: Bytes, pieces: MovedPieces) -> None:
         """Copy out of a buffer, in a thread of the engine."""

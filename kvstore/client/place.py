@@ -67,7 +67,7 @@ class Place(NamedTuple):
             node_idx=_column(0),
             offsets=_column(self.offset),
             lengths=_column(self.nbytes),
-            checksums=(self.checksum,),
+            checksums=np.array([self.checksum], dtype=np.uint64),
             chunk_bytes=_column(self.chunk_bytes),
         )
 

@@ -230,9 +230,16 @@ class StoreClient:
         """Copy any pieces of the blocks of a hit, and say which blocks are good. See `get_into`."""
         return self.driver.run(self.core.copy(hit, pieces, timeout_s))
 
-    def release(self, hit: Hit) -> None:
-        """End the lease of a hit. An unreachable master is no error: the lease runs out."""
-        if hit.lease_id:
+    def release(self, hit: Hit, *, wait: bool = True) -> None:
+        """End the lease of a hit. An unreachable master is no error: the lease runs out.
+
+        Args:
+            hit: From a lookup.
+            wait: Until the master has answered; else it is told a moment later, of several at once.
+        """
+        if not wait:
+            self.leases.drop(hit.lease)
+        elif hit.lease_id:
             self.driver.run(self.core.reading.release([hit.lease_id]))
 
     def exists(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[bool]:

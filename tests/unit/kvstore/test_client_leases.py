@@ -105,6 +105,17 @@ def test_what_is_removed_can_be_read_by_who_holds_it(stack):
     eventually(all_free, "its bytes are free once nobody holds them")
 
 
+def test_leases_that_nobody_waits_for_are_released_together(stack):
+    pool, keys, _ = filled(stack, 3)
+    client = pool.store.client
+    hits = [client.lookup([key]) for key in keys]
+    assert pool.master.statistics().leases == 3
+    for hit in hits:
+        client.release(hit, wait=False)
+    client.release(client.lookup([secrets.token_bytes(16)]), wait=False)  # a miss has none
+    eventually(lambda: pool.master.statistics().leases == 0, "they are released in the background")
+
+
 @pytest.mark.parametrize(
     ("start", "nbytes"),
     [(-1, 5), (BLOCK - 1, 2), (BLOCK, 1), (0, 0), (0, BLOCK + 1), ((1 << 63) - 5, 9)],
