@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from kvstore.client.pieces import Pieces
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.source import Source
+    from kvstore.client.writes_under_way import WriteUnderWay
     from kvstore.node.store_node import StoreNode
-    from transfer import Transfer, TransferEngine
+    from transfer import RegionKey, Transfer, TransferEngine
     from transfer.prepared import InPlace
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,13 @@ class WriteResult:
     """Granted rows by what became of them, and the nodes that could not be reached.
 
     `aborted`: nothing is under way. `unsettled`: bytes may be under way for all we know.
+    `void`: those aborted because another master than the one that granted them has come.
     """
 
     written: list[int] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     unsettled: list[int] = field(default_factory=list)
+    void: list[int] = field(default_factory=list)
     lost_nodes: list[str] = field(default_factory=list)
 
 
@@ -69,7 +72,13 @@ class BlockWriter:
         self._local_node = local_node
 
     def write(
-        self, source: Source, granted: Allocated, *, replicas: int, deadline_s: float
+        self,
+        source: Source,
+        granted: Allocated,
+        write: WriteUnderWay,
+        *,
+        replicas: int,
+        deadline_s: float,
     ) -> Steps[WriteResult]:
         """Write the granted copies: row i is copy `i % replicas` of block `i // replicas`.
 
@@ -87,8 +96,15 @@ class BlockWriter:
             rows = np.flatnonzero(node_idx == index)
             started: list[Transfer] = []
             try:
-                changed = yield from self._start(
-                    source, where, rows // replicas, offsets[rows], started, deadline_s
+                key = self._segments.known(where)
+                if key is None:
+                    key = yield from reach(where, deadline_s)
+                if not write.may_start((where.node, where.segment)):
+                    result.aborted += rows.tolist()
+                    result.void += rows.tolist()
+                    continue
+                changed = self._start(
+                    source, where, key, rows // replicas, offsets[rows], started, deadline_s
                 )
             except (NodeUnreachable, TransferError) as error:
                 self._lose(where, error, result)
@@ -109,15 +125,13 @@ class BlockWriter:
         self,
         source: Source,
         where: NodeAddress,
+        key: RegionKey,
         blocks: Ints,
         offsets: Ints,
         started: list[Transfer],
         deadline_s: float,
-    ) -> Steps[Ints]:
+    ) -> Ints:
         """Start the writes of some blocks; return those, by position, that turn out changed."""
-        key = self._segments.known(where)
-        if key is None:
-            key = yield from reach(where, deadline_s)
         pieces, granted = source.pieces_of(blocks)
         targets = offsets[granted] + pieces.starts
         mapped = self._engine.in_place(where.node, key) if source.pieces.one_each else None

@@ -25,7 +25,6 @@ from kvstore.client.source import chunked_source, plain_source
 from kvstore.client.staging import Staging
 from kvstore.client.steps import Steps, work
 from kvstore.client.tenant import Tenant
-from kvstore.client.writes_under_way import WritesUnderWay
 from kvstore.client.writing import Writing
 from kvstore.errors import InvalidKey, InvalidValue
 from kvstore.keys import KEY_BYTES
@@ -66,7 +65,7 @@ class ClientCore:
         self._timeout_s = timeout_s
         reader = BlockReader(engine, segments, self.staging)
         self.reading = Reading(self.record, self.master, reader)
-        self.under_way = WritesUnderWay()
+        self.under_way = segments.under_way
         writer = BlockWriter(engine, segments, local_node)
         self.writing = Writing(self.record, self.master, writer, self.under_way)
 

@@ -65,9 +65,9 @@ class MasterMap:
             )
         else:
             self._shards = _Shards(directory.num_shards, secret=secret, identity=identity)
-        directory.subscribe(self._meet)
+        directory.subscribe(self.meet)
         for record in directory.masters():
-            self._meet(record)
+            self.meet(record)
 
     @property
     def num_shards(self) -> int:
@@ -76,7 +76,7 @@ class MasterMap:
 
     def close(self) -> None:
         """Stop asking."""
-        self._directory.unsubscribe(self._meet)
+        self._directory.unsubscribe(self.meet)
         if self._link is not None:
             self._link.close()
         if self._shards is not None:
@@ -122,7 +122,10 @@ class MasterMap:
         if isinstance(request, m.Lookup) and isinstance(reply, m.Located) and reply.lease_id:
             self._answer(m.Release(request.client, [reply.lease_id]), self._timeout_s)
 
-    def _meet(self, record: MasterRecord) -> None:
+    def meet(self, record: MasterRecord) -> None:
+        """Ask this master from now on, unless a later one is known. Never waits."""
+        if record.shard >= self.num_shards:
+            return  # heard of from a node of another pool
         if self._link is not None:
             self._link.redirect(record.address, term=record.term)
         if self._shards is not None:

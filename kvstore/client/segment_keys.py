@@ -1,22 +1,39 @@
-"""A client's keys to the segments of store nodes, asked for when first needed."""
+"""A client's keys to the segments of store nodes, asked for when first needed.
+
+Who has a key is asked by the node, when another master has come, whether it is at rest there: see
+`kvstore/client/writes_under_way.py`.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvstore.client.writes_under_way import Target, WritesUnderWay
 from kvstore.errors import NodeUnreachable
 from kvstore.wire.messages import NodeAddress
-from kvstore.wire.peer_messages import AskSegment, OfferSegment, encode_to_node
+from kvstore.wire.peer_messages import (
+    AskAtRest,
+    AskSegment,
+    AtRest,
+    Leader,
+    Leaving,
+    NodeNote,
+    OfferSegment,
+    encode_to_node,
+)
+from kvstore.wire.standing import MasterRecord
 from transfer import RegionKey, TransferError
 
 if TYPE_CHECKING:
     from kvstore.node.store_node import StoreNode
     from transfer import TransferEngine
 
-Target = tuple[str, int]  # node, number of the segment
+logger = logging.getLogger(__name__)
 
 
 class SegmentKeys:
@@ -27,16 +44,37 @@ class SegmentKeys:
     Args:
         engine: The client's engine.
         local_node: The node on the same engine, which is asked directly.
+
+    Attributes:
+        under_way: What the client may still be writing.
     """
 
     def __init__(self, engine: TransferEngine, local_node: StoreNode | None) -> None:
         self._engine = engine
         self._local_node = local_node
+        self.under_way = WritesUnderWay()
+        self._on_leader: Callable[[MasterRecord], None] = _ignore
         self._keys: dict[Target, RegionKey] = {}
         self._offered = threading.Condition()
         self._asking: dict[Target, threading.Lock] = {}
         self._ask_ids = itertools.count(1)
         self._awaited: dict[int, Target] = {}
+        if local_node is not None:
+            local_node.meet_writer(self.under_way, self._heed)
+
+    def on_leader(self, meet: Callable[[MasterRecord], None]) -> None:
+        """Name who is told of masters that nodes have registered with. It must not wait."""
+        self._on_leader = meet
+
+    def close(self) -> None:
+        """Give the keys back, if nothing is under way any more for certain. Idempotent."""
+        if self._local_node is not None:
+            self._local_node.part_with(self.under_way)
+        with self._offered:
+            targets, self._keys = list(self._keys), {}
+        for node, segment in targets:
+            if node != self._engine.name and self.under_way.is_at_rest((node, segment)):
+                self._note(node, Leaving(segment))
 
     def known(self, where: NodeAddress) -> RegionKey | None:
         """Return the key to a segment if it need not be asked for."""
@@ -72,14 +110,25 @@ class SegmentKeys:
             for target in [target for target in self._keys if target[0] == node]:
                 del self._keys[target]
 
-    def receive(self, peer: str, note: OfferSegment) -> None:
-        """Take an offer; called on the engine's thread. Unasked ones are ignored."""
+    def receive(self, peer: str, note: OfferSegment | AskAtRest) -> None:
+        """Take an offer, or a question; called on the engine's thread.
+
+        Offers that nobody asked for are ignored.
+        """
+        if isinstance(note, AskAtRest):
+            self._asked_at_rest(peer, note)
+            return
         key = RegionKey.decode(note.region_key)
         with self._offered:
             target = self._awaited.get(note.ask_id)
-            if target is not None and key.owner == peer == target[0]:
-                self._keys[target] = key
-                self._offered.notify_all()
+        if target is None or not key.owner == peer == target[0]:
+            return
+        if note.anew:
+            self._heed(note.leaders)
+            self.under_way.void(target)
+        with self._offered:
+            self._keys[target] = key
+            self._offered.notify_all()
 
     def _ask(self, where: NodeAddress, deadline_s: float) -> RegionKey:
         if where.node == self._engine.name:
@@ -115,6 +164,30 @@ class SegmentKeys:
         with self._offered:
             self._keys[where.node, where.segment] = key
         return key
+
+    def _heed(self, leaders: Sequence[Leader]) -> None:
+        """Take nothing of their predecessors any more."""
+        for leader in leaders:
+            self._on_leader(
+                MasterRecord(shard=leader.shard, address=leader.address, term=leader.term)
+            )
+
+    def _asked_at_rest(self, node: str, note: AskAtRest) -> None:
+        self._heed(note.leaders)
+        answer = AtRest(note.segment, note.number)
+        self.under_way.when_at_rest(
+            (node, note.segment), note.number, lambda: self._note(node, answer)
+        )
+
+    def _note(self, node: str, note: NodeNote) -> None:
+        try:
+            self._engine.notify(node, encode_to_node(note))
+        except TransferError as error:  # it asks again, or does without
+            logger.info("%s for %s: %s", type(note).__name__, node, error)
+
+
+def _ignore(record: MasterRecord) -> None:
+    """Nobody wants to know of masters."""
 
 
 def _unreachable(where: NodeAddress, problem: str) -> NodeUnreachable:

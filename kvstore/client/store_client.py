@@ -86,6 +86,7 @@ class StoreClient:
         self.core = ClientCore(
             engine, self.segments, local_node, tenant=tenant, timeout_s=config.request_timeout_s
         )
+        self.segments.on_leader(self._link.meet)
         self.driver = Driver(self._link, self.segments)
         self.leases = LeaseKeeper(
             renew=lambda ids, timeout_s: self._link.ask(
@@ -114,6 +115,7 @@ class StoreClient:
         self.leases.close()
         self._link.close()
         self.core.staging.close()
+        self.segments.close()
 
     def __enter__(self) -> StoreClient:
         return self

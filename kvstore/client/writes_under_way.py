@@ -14,6 +14,9 @@ the end: until then a reply of the earlier master may have brought new ones.
 
     question ─▶ let go ─▶ all begun before has ended ─▶ let go ─▶ all begun before has ended ─▶ tell
 
+Who was never given access to a segment is not asked. Hence what a client began before it gets its
+first key to a segment is void if the node says so with the key (`void`).
+
 A write of which nobody knows how it ended is in doubt until the end of the time that the master
 gave for it; whoever asks meanwhile gets no answer.
 """
@@ -46,6 +49,13 @@ class WriteUnderWay:
         self.number = number
         self.targets: Collection[Target] | None = None  # None: it may be any
         self.until_s = 0.0
+
+    def may_start(self, target: Target) -> bool:
+        """Tell whether bytes may go there; to be asked when the key to the segment is known.
+
+        No, if the places are of an earlier master than the one that the node told us of with it.
+        """
+        return self.number > self._books.void_before(target)
 
     def granted(self, targets: Collection[Target], *, put_s: float) -> None:
         """From here on it is known where bytes go, and for how long the master expects them."""
@@ -84,6 +94,7 @@ class WritesUnderWay:
         self._last = 0
         self._live: dict[int, WriteUnderWay] = {}  # in the order of their beginnings
         self._doubts: dict[Target, float] = {}  # until when
+        self._void: dict[Target, int] = {}  # what has a smaller number may not start there
         self._questions: dict[Target, _Question] = {}
         self._keepers: tuple[Callable[[Target], None], ...] = ()
 
@@ -141,6 +152,24 @@ class WritesUnderWay:
             self._ask(question if keepers else replace(question, rounds=0))
         self._answer()
 
+    def void(self, target: Target) -> None:
+        """Let nothing start in this segment that was begun before now; see `may_start`."""
+        for let_go in self._keepers:
+            let_go(target)
+        with self._lock:
+            self._last += 1
+            self._void[target] = self._last
+
+    def void_before(self, target: Target) -> int:
+        """Return the number below which writes may not start in a segment."""
+        return self._void.get(target, 0)
+
+    def is_at_rest(self, target: Target) -> bool:
+        """Tell whether nothing is under way in a segment now, nor in doubt."""
+        with self._lock:
+            doubted = self._doubts.get(target, 0.0) > self._clock()
+            return not doubted and not self._is_busy(target, self._last + 1)
+
     def num_live(self) -> int:
         """Count the writes that have not ended."""
         return len(self._live)
@@ -171,14 +200,14 @@ class WritesUnderWay:
             now = self._clock()
             self._doubts = {target: end_s for target, end_s in self._doubts.items() if end_s > now}
             for target, question in self._questions.items():
-                if target not in self._doubts and not self._is_busy(question):
+                if target not in self._doubts and not self._is_busy(target, question.before):
                     return self._questions.pop(target)
         return None
 
-    def _is_busy(self, question: _Question) -> bool:
+    def _is_busy(self, target: Target, before: int) -> bool:
         for number, write in self._live.items():
-            if number >= question.before:
+            if number >= before:
                 return False
-            if write.targets is None or question.target in write.targets:
+            if write.targets is None or target in write.targets:
                 return True
         return False

@@ -3,7 +3,8 @@
 put      Allocate ─▶ granted rows ─▶ one write per segment ─▶ Finish, checksums ─▶ outcomes
          NO_SPACE, and the caller waits: a pause, and again for those blocks alone
          NO_SPACE of a master that has just started: so too, whatever the caller says
-         written, but the master knows nothing of it (it is a new one): again for those alone
+         written, but the master knows nothing of it (it is a new one), or granted by one that is
+         known to have a successor: again for those alone
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Attempt:
         outcomes: Of each.
         retry_s: When there may be space, as the master says.
         provisional: It has just started, and there may be space soon.
-        lost: Blocks that were written in vain.
+        lost: Blocks that were granted or written in vain.
     """
 
     outcomes: list[PutOutcome]
@@ -88,9 +89,10 @@ class Writing:
         attempt = yield from self._put_once(source, deadline_s)
         outcomes, lost = attempt.outcomes, attempt.lost
         while True:
-            waiting = sorted(lost)
+            again = set(lost)
             if source.options.wait_for_space or attempt.provisional:
-                waiting += [i for i, o in enumerate(outcomes) if o is PutOutcome.NO_SPACE]
+                again |= {i for i, o in enumerate(outcomes) if o is PutOutcome.NO_SPACE}
+            waiting = sorted(again)
             left_s = deadline_s - time.monotonic()
             if not waiting or left_s <= PAUSE_S_MIN:
                 break
@@ -165,7 +167,7 @@ class Writing:
             replicas = len(granted.node_idx) // source.num_blocks
             write_s = min(deadline_s, time.monotonic() + granted.put_s / 2)
             result = yield from self._writer.write(
-                source, granted, replicas=replicas, deadline_s=write_s
+                source, granted, write, replicas=replicas, deadline_s=write_s
             )
             in_doubt = {granted.node_idx[row] for row in result.unsettled}
             write.end((n.node, n.segment) for i, n in enumerate(granted.nodes) if i in in_doubt)
@@ -181,7 +183,8 @@ class Writing:
             else PutOutcome.STORED if good else PutOutcome.FAILED
             for outcome, good in zip(attempt.outcomes, stored.tolist(), strict=True)
         ]  # fmt: skip
-        attempt.lost = set(written[~stored[written]].tolist())
+        granted_to = np.array([*result.written, *result.void], dtype=np.int64) // replicas
+        attempt.lost = set(granted_to[~stored[granted_to]].tolist())
         return attempt
 
     def _finish(

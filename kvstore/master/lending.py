@@ -14,6 +14,7 @@ from kvstore.master.transition import Transition, are_checksums, equally_long, m
 from kvstore.wire import messages as m
 
 CHUNK_END = 1 << 32
+NOBODY = ""  # who holds the leases of whom an earlier master knew
 
 
 class Lending:
@@ -79,8 +80,9 @@ class Lending:
             m.NodeAddress(node.name, node.address, request.segment, request.medium),
             base=request.base,
             capacity=request.capacity,
-            # Somebody may have been writing here when the last master went. It had to finish
-            # within `put_s`; a stopped process may not have, and then the checksum tells.
+            # Somebody may have been writing here when the last master went, until the node says
+            # that nobody is. It had to finish within `put_s`; a stopped process may not have, and
+            # then the checksum tells.
             placeable_s=now if request.untouched else now + self._timing.put_s,
             table=table,
             policy=new_policy(self._catalog.eviction, table.eviction),
@@ -114,7 +116,7 @@ class Lending:
             held.tenants or [""] * count,
             held.groups or [""] * count,
         )
-        adopted = 0
+        adopted: list[int] = []
         for offset, key, length, checksum, pinned, chunk_bytes, tenant, group in sorted(
             zip(*columns, strict=True)
         ):
@@ -127,14 +129,17 @@ class Lending:
             catalog.describe([row], [checksum], chunk_bytes, catalog.tenants.named(tenant))
             pin = m.Pin.HARD if pinned else m.Pin.NONE
             if catalog.attach(row, pin=pin, pin_s=0.0, group=group, now=now):
-                adopted += 1
+                adopted.append(row)
                 if pinned:
                     catalog.pins.strengthen(row, pin, 0.0, now)
+        if adopted and segment.placeable_s > now:
+            # Leases of the last master may run on them, and are respected without being known.
+            catalog.lease(NOBODY, adopted, now)
         if not more:
             segment.finish_telling()
             for observer in catalog.observers:
                 observer.joined(segment)
-        return m.Registered(adopted=adopted)
+        return m.Registered(adopted=len(adopted))
 
     def _heartbeat(self, request: m.Heartbeat, now: float) -> m.Reply:
         node = self._catalog.pool.node(request.node)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WHAT_IS_HELD: Final = (m.Register, m.Hold)
+_WHO_MAY_WRITE: Final = (m.Register, m.Settled, m.Leave, m.Fence)
 
 
 class MasterServer:
@@ -191,8 +192,8 @@ class MasterServer:
             self._telling.pop(where, None)
             if request.more:
                 self._telling[where] = now
-            if isinstance(request, m.Register) and not request.untouched:
-                self._settled_s = now + self._config.open_put_s
+        if isinstance(request, _WHO_MAY_WRITE):
+            self._settled_s = self._master.settled_s()
         if self.events is not None:
             self._publish(self.events)
         return reply

@@ -36,6 +36,7 @@ from kvstore.master.inventory import Inventory
 from kvstore.master.keeping import Keeping
 from kvstore.master.lending import Lending
 from kvstore.master.reading import Reading
+from kvstore.master.settling import Settling
 from kvstore.master.storing import Storing
 from kvstore.master.tenancy import Tenancy
 from kvstore.master.timing import MasterTiming as MasterTiming
@@ -91,11 +92,13 @@ class StoreMaster:
         self._catalog.last_copy_id = last_copy_id
         self._planning = Planning(self._catalog, policies or PolicyConfig())
         abandoned = AbandonedBatches(self._catalog)
+        self._settling = Settling(self._catalog)
         self._parts: list[MasterPart] = [
             Reading(self._catalog),
             Writing(self._catalog, timing, abandoned),
             Storing(self._catalog, timing, abandoned),
             Lending(self._catalog, timing),
+            self._settling,
             Keeping(self._catalog, timing),
             Tenancy(self._catalog),
             Inventory(self._catalog),
@@ -142,6 +145,10 @@ class StoreMaster:
         """Return the figures of the pool as of the last step."""
         return statistics(self._catalog)
 
+    def settled_s(self) -> float:
+        """Return until when places of some segment may be written by an earlier master's leave."""
+        return self._settling.settled_s()
+
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless everything that the module promises holds."""
         check_invariants(self._catalog)
@@ -161,7 +168,6 @@ class StoreMaster:
             self._catalog.leases.excuse(pause_s)
 
     def _fence(self, request: m.Fence, now: float) -> m.Reply:
-        del now
         catalog = self._catalog
         changed = 0
         for incarnation in request.incarnations:
@@ -174,6 +180,8 @@ class StoreMaster:
                 changed += catalog.end_batch(batch, at_rest=request.dead)
         while len(self._fenced) > FENCED_MAX:
             self._fenced.popitem(last=False)
+        if request.dead:
+            self._settling.confirm_dead(request.incarnations, now)
         return m.Done(changed)
 
     def _observe(self, request: m.Observe, now: float) -> m.Reply:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvstore.client.writes_under_way import Target, WritesUnderWay
 from kvstore.errors import Fenced, KVStoreError
 from kvstore.node.copy_batches import CopyResults, batches_of
 from kvstore.node.copy_work import CopyWork
@@ -28,6 +29,7 @@ from kvstore.node.segment import Segment
 from kvstore.node.target_keys import TargetKeys
 from kvstore.wire import messages as m
 from kvstore.wire.master_link import MasterLink
+from kvstore.wire.peer_messages import AskAtRest, AtRest, encode_to_node
 
 if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
@@ -74,6 +76,7 @@ class Copier:
         self._ready: list[MasterLink] = []
         self._unreported: dict[MasterLink, CopyResults] = {}
         self._turns: dict[MasterLink, int] = {}  # requests that each master answered
+        self.under_way = WritesUnderWay()
         self._closing = threading.Event()
         self._figures = CopyFigures()
         self._thread = threading.Thread(target=self._run, name="store-copier", daemon=True)
@@ -97,6 +100,13 @@ class Copier:
             if link not in self._ready:
                 self._ready.append(link)
                 self._changed.notify_all()
+
+    def say_at_rest(self, node: str, note: AskAtRest) -> None:
+        """Answer another node's question about its segment, when that can be done."""
+        answer = encode_to_node(AtRest(note.segment, note.number, for_copies=True))
+        self.under_way.when_at_rest(
+            (node, note.segment), note.number, lambda: self._work.note(node, answer)
+        )
 
     def figures(self) -> CopyFigures:
         """Return what was done so far; not to be changed."""
@@ -127,16 +137,27 @@ class Copier:
     def _serve(self, link: MasterLink) -> None:
         """Ask, copy, report, until there is nothing more to do."""
         while not self._closing.is_set():
-            copies = self._ask(link, COPIES_MAX)
-            if not copies:
-                return
-            for batch in batches_of(copies, self._config.copy_bytes):
-                if self._closing.is_set():
-                    return  # what was not begun is the master's again by its deadline
-                deadline_s = time.monotonic() + self._config.open_put_s / 2
-                results = self._work.make(batch, deadline_s)
-                self._count(results, len(batch.copies), batch.nbytes)
-                self._unreported[link] = results + self._unreported.get(link, CopyResults.none())
+            with self.under_way.begin() as write:
+                copies = self._ask(link, COPIES_MAX)
+                if not copies:
+                    return
+                targets = {(copy.target.node, copy.target.segment) for copy in copies}
+                write.granted(targets, put_s=self._config.open_put_s)
+                write.end(self._make(copies, link))
+
+    def _make(self, copies: Sequence[m.Copy], link: MasterLink) -> set[Target]:
+        """Make copies; return the segments in which some may still be under way."""
+        doubtful: set[Target] = set()
+        for batch in batches_of(copies, self._config.copy_bytes):
+            if self._closing.is_set():
+                break  # what was not begun is the master's again by its deadline
+            deadline_s = time.monotonic() + self._config.open_put_s / 2
+            results = self._work.make(batch, deadline_s)
+            self._count(results, len(batch.copies), batch.nbytes)
+            self._unreported[link] = results + self._unreported.get(link, CopyResults.none())
+            if results.number < len(batch.copies):
+                doubtful.add((batch.target.node, batch.target.segment))
+        return doubtful
 
     def _ask(self, link: MasterLink, limit: int) -> list[m.Copy]:
         results = self._unreported.get(link, CopyResults.none())
@@ -162,10 +183,9 @@ class Copier:
 
     def _count(self, results: CopyResults, num_copies: int, nbytes: int) -> None:
         figures = self._figures
-        told = len(results.done) + len(results.failed) + len(results.corrupt)
         figures.done += len(results.done)
         figures.failed += len(results.failed)
         figures.corrupt += len(results.corrupt)
-        figures.doubtful += num_copies - told
+        figures.doubtful += num_copies - results.number
         if len(results.done) == num_copies:
             figures.nbytes += nbytes

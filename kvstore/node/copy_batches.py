@@ -61,6 +61,11 @@ class CopyResults:
         """Nothing happened yet."""
         return cls(done=[], failed=[], corrupt=[])
 
+    @property
+    def number(self) -> int:
+        """How many ended."""
+        return len(self.done) + len(self.failed) + len(self.corrupt)
+
     def __add__(self, other: CopyResults) -> CopyResults:
         return CopyResults(
             done=self.done + other.done,

@@ -269,6 +269,13 @@ class CopyWork:
             return self._own_target(target.segment).nbytes
         return self._keys.get(target, deadline_s=deadline_s).nbytes
 
+    def note(self, node: str, payload: bytes) -> None:
+        """Tell another node something, if it can be reached."""
+        try:
+            self._engine.notify(node, payload)
+        except TransferError as error:  # it asks again, or does without
+            logger.info("answer for %s: %s", node, error)
+
     def _own_target(self, number: int) -> Segment:
         segment = self._segment(number)
         if segment is None:

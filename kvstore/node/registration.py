@@ -6,6 +6,7 @@
       │ Register(segment 1, ...) ───────────▶ │
       │ Heartbeat ──────────────────────────▶ │   every `heartbeat_s`
       │ ◀────────────────────── Known(False)  │   it forgot, or it is a new one: register again
+      │ Settled(segment) ───────────────────▶ │   once all writers say that they are at rest
 
 Each master has its own share of each segment, and of what lies there:
 
@@ -28,9 +29,11 @@ from msgspec.structs import asdict
 
 from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_directory
 from kvstore.errors import Fenced, KVStoreError
+from kvstore.node.settlement import Settlement
 from kvstore.shards.plan import shard_of
 from kvstore.wire import messages as m
 from kvstore.wire.master_link import MasterLink, ReplyT, expect
+from kvstore.wire.peer_messages import Leader
 from kvstore.wire.standing import MasterRecord, MasterStanding
 from transfer.fan_out import RpcFanOut
 
@@ -75,6 +78,7 @@ class Registration:
         engine: The node's; its name is the node's incarnation, and open when `open` is called.
         masters: The address of the only master, those of several, or a directory of them.
         config: The store's knobs.
+        settlement: Asks the writers.
         secret: The cluster secret.
         on_work: Called with the way to a master that has copies for the node to make. Must not
             wait.
@@ -85,12 +89,14 @@ class Registration:
         engine: TransferEngine,
         masters: str | Sequence[str] | MasterDirectory,
         config: KVStoreConfig,
+        settlement: Settlement,
         *,
         secret: bytes,
         on_work: Callable[[MasterLink], None] = lambda link: None,
     ) -> None:
         self._engine = engine
         self._config = config
+        self._settlement = settlement
         self._on_work = on_work
         self._directory = as_directory(masters)
         self._ways = [
@@ -103,6 +109,7 @@ class Registration:
         self._awake = threading.Event()
         self._registered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-node", daemon=True)
+        settlement.on_news(self._awake.set)
         for record in self._directory.masters():
             self._meet(record)
 
@@ -169,6 +176,7 @@ class Registration:
                 elif reply.copies:
                     self._on_work(way.link)
             self._register([way for way in self._ways if not way.registered])
+            self._settle()
         except Fenced:
             logger.warning("store node %s is fenced", name)
             return False
@@ -181,6 +189,8 @@ class Registration:
         held = [segment.held() for segment in self._segments]
         for way in ways:
             record, started_s = way.standing.record, time.monotonic()
+            self._settlement.meet(record, again=way.was_told)
+            way.was_told = True
             try:
                 adopted = sum(
                     self._tell(way, s, h) for s, h in zip(self._segments, held, strict=True)
@@ -193,6 +203,8 @@ class Registration:
             if way.standing.record.address != record.address:
                 continue  # it was told to a master that leads no more
             way.registered = way.answers = True
+            touched = [segment.number for segment in self._segments if not segment.untouched]
+            self._settlement.registered(record.shard, touched)
             logger.info(
                 "store node %s lends %s segments to master %s; %s blocks known again in %.0f ms",
                 self._engine.name,
@@ -203,6 +215,21 @@ class Registration:
             )
         if all(way.registered for way in self._ways):
             self._registered.set()
+
+    def _settle(self) -> None:
+        """Ask the writers that have not answered, and tell the masters of those that have."""
+        for news in self._settlement.ask():
+            way = self._ways[news.shard]
+            if not way.registered:
+                continue  # asked anew when it is
+            request = m.Settled(self._engine.name, news.segment, list(news.waiting))
+            for _, reply in self._ask([way], request, m.Done):
+                if isinstance(reply, Fenced):
+                    raise reply
+                if isinstance(reply, KVStoreError):
+                    logger.debug("store node %s not settled: %s", self._engine.name, reply)
+                else:
+                    self._settlement.told(news)
 
     def _tell(self, way: _Way, segment: LentSegment, held: m.HeldBlocks) -> int:
         """Register one segment's share with one master; return how many blocks it adopted."""
@@ -248,6 +275,13 @@ class Registration:
                 results.append((way, error))
         return results
 
+    def heed(self, leaders: Sequence[Leader]) -> None:
+        """Another node follows these elected masters: do nothing for their predecessors."""
+        for leader in leaders:
+            if leader.shard >= len(self._ways):
+                continue  # of another pool: the directory says how many masters there are
+            self._meet(MasterRecord(shard=leader.shard, address=leader.address, term=leader.term))
+
     # -- other threads --------------------------------------------------------------------------
 
     def _meet(self, record: MasterRecord) -> None:
@@ -276,6 +310,7 @@ class _Way:
         self.standing = MasterStanding(MasterRecord(shard=shard), identity=f"{name}.node")
         self.link = MasterLink("", secret=secret, identity=f"{name}.copies", timeout_s=timeout_s)
         self.registered = False
+        self.was_told = False  # what is lent, perhaps in vain, by this master or one before it
         self.answers = False
 
 

@@ -15,6 +15,7 @@ from kvstore.node.cxl_segment import CxlSegment
 from kvstore.node.dram_segment import DramSegment
 from kvstore.node.indexed_block import IndexedBlock, columns_of
 from kvstore.node.kept_index import IndexFigures, KeptIndex
+from kvstore.node.rest_questions import Role, Writer
 from kvstore.node.segment_memory import SegmentMemory
 from kvstore.node.ssd_segment import MakeSlab, SsdSegment
 from kvstore.wire.messages import HeldBlocks, Medium
@@ -117,6 +118,23 @@ class Segment:
             )
             self._offers[name, for_copies] = key
             return key
+
+    def writers(self) -> list[Writer]:
+        """Return who has a key, in other processes."""
+        with self._lock:
+            own = "" if self._engine is None else self._engine.name
+            return [
+                Writer(name, Role.COPIER if for_copies else Role.CLIENT)
+                for name, for_copies in self._offers
+                if name != own
+            ]
+
+    def withdraw_from(self, name: str) -> None:
+        """Let a client reach the bytes no more; unknown ones are ignored."""
+        with self._lock:
+            key = self._offers.pop((name, False), None)
+            if key is not None and self._engine is not None:
+                self._engine.withdraw(key)
 
     def record(self, held: HeldBlocks) -> int:
         """Remember what a writer says; return how many blocks were possible."""

@@ -29,13 +29,18 @@ from kvstore.node.kept_index import IndexFigures
 from kvstore.node.registration import Registration
 from kvstore.node.scrubber import Scrubber, ScrubFigures
 from kvstore.node.segment import Segment, make_segments
+from kvstore.node.settlement import Heed, Settlement
 from kvstore.node.ssd_segment import MakeSlab
 from kvstore.node.target_keys import TargetKeys
 from kvstore.shards.plan import shard_of
 from kvstore.wire import messages as m
 from kvstore.wire.peer_messages import (
     TO_NODE,
+    AskAtRest,
     AskSegment,
+    AtRest,
+    Leaving,
+    NodeNote,
     OfferSegment,
     Unwritten,
     Written,
@@ -47,7 +52,7 @@ from transfer import TransferError
 
 if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
-    from kvstore.discovery.directory import MasterDirectory
+    from kvstore.client.writes_under_way import WritesUnderWay
     from transfer import RegionKey, TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -90,8 +95,10 @@ class StoreNode:
         )
         self._keys = TargetKeys(engine)
         self._copier = Copier(engine, self._segments, config, self._keys)
+        self._settlement = Settlement(engine, self._segments, put_s=config.open_put_s)
+        self._settlement.meet_writer(self._copier.under_way, lambda leaders: None)
         self._registration = Registration(
-            engine, masters, config, secret=secret, on_work=self._copier.wake
+            engine, masters, config, self._settlement, secret=secret, on_work=self._copier.wake
         )
         self._keeper = IndexKeeper(self._segments)
         self._scrubber = Scrubber(self._segments, config.scrub, self._report)
@@ -170,17 +177,18 @@ class StoreNode:
             logger.warning("malformed note from %s: %s", peer, error)
             return True
         try:
-            if isinstance(note, AskSegment):
-                self._answer(peer, note)
-            elif isinstance(note, OfferSegment):
-                self._keys.receive(peer, note)
-            elif isinstance(note, Unwritten):
-                self._segment(note.segment).forget(note.key, note.offset)
-            else:
-                self._record(note)
+            self._take(peer, note)
         except (TransferError, KVStoreError) as error:
             logger.info("%s of %s: %s", type(note).__name__, peer, error)
         return True
+
+    def meet_writer(self, writes: WritesUnderWay, heed: Heed) -> None:
+        """Count a client on the same engine among those who may write in the segments."""
+        self._settlement.meet_writer(writes, heed)
+
+    def part_with(self, writes: WritesUnderWay) -> None:
+        """It writes no more."""
+        self._settlement.part_with(writes)
 
     def offer_to(self, name: str, segment: int = 0) -> RegionKey:
         """Return a fresh key to a segment for one client; its earlier one is withdrawn.
@@ -195,9 +203,30 @@ class StoreNode:
             raise StoreClosed(what="StoreNode", problem=f"has no segment {number}")
         return self._segments[number]
 
+    def _take(self, peer: str, note: NodeNote) -> None:
+        if isinstance(note, Written):
+            self._record(note)
+        elif isinstance(note, Unwritten):
+            self._segment(note.segment).forget(note.key, note.offset)
+        elif isinstance(note, AskSegment):
+            self._answer(peer, note)
+        elif isinstance(note, OfferSegment):
+            self._registration.heed(note.leaders)
+            self._keys.receive(peer, note)
+        elif isinstance(note, AtRest):
+            self._settlement.receive(peer, note)
+        elif isinstance(note, Leaving):
+            self._settlement.leave(peer, self._segment(note.segment))
+        elif isinstance(note, AskAtRest):
+            self._registration.heed(note.leaders)
+            self._copier.say_at_rest(peer, note)
+
     def _answer(self, peer: str, note: AskSegment) -> None:
         key = self._segment(note.segment).offer_to(peer, for_copies=note.for_copies)
-        offer = OfferSegment(ask_id=note.ask_id, region_key=key.encode())
+        anew = self._settlement.is_anew()  # as of after the offer: those before it are asked
+        offer = OfferSegment(
+            note.ask_id, key.encode(), anew, self._settlement.leaders if anew else []
+        )
         encode = encode_to_node if note.for_copies else encode_to_client
         self._engine.notify(peer, encode(offer))
 

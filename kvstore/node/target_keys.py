@@ -30,16 +30,20 @@ class TargetKeys:
         self._offered = threading.Condition()
         self._awaited: tuple[str, int] = ("", 0)  # who is asked, and the id of the question
         self._offer: RegionKey | None = None
+        self._anew = False
 
     def get(self, target: NodeAddress, *, deadline_s: float) -> RegionKey:
         """Return the key to a segment, connecting and asking if need be.
 
         Raises:
-            NodeUnreachable: No connection or no offer before the deadline.
+            NodeUnreachable: No connection or no offer before the deadline; or the node has
+                registered with another master, and what was ordered before is void.
         """
         key = self._keys.get((target.node, target.segment))
         if key is None:
             key = self._keys[target.node, target.segment] = self._ask(target, deadline_s)
+            if self._anew:
+                raise _unreachable(target, "the order may be of a master that leads no more")
         return key
 
     def forget(self, node: str) -> None:
@@ -57,7 +61,7 @@ class TargetKeys:
         key = RegionKey.decode(note.region_key)
         with self._offered:
             if (peer, note.ask_id) == self._awaited and key.owner == peer:
-                self._offer = key
+                self._offer, self._anew = key, note.anew
                 self._offered.notify_all()
 
     def _ask(self, target: NodeAddress, deadline_s: float) -> RegionKey:

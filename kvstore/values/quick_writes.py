@@ -176,6 +176,9 @@ class QuickWrites:
             self._lose(place, error)
             self._places.abandon(shard, place.batch)
             return None
+        if not write.may_start((where.node, where.segment)):  # of a master that leads no more
+            self._places.abandon(shard, place.batch)
+            return None
         if mapped is None:
             return self._send(shard, place, key, part, write)
         start, nbytes = place.offset, part.nbytes

@@ -206,6 +206,9 @@ from kvstore.wire.requests import (
     SetQuota as SetQuota,
 )
 from kvstore.wire.requests import (
+    Settled as Settled,
+)
+from kvstore.wire.requests import (
     Store as Store,
 )
 

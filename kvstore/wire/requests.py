@@ -58,6 +58,18 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     node: Incarnation
 
 
+class Settled(msgspec.Struct, frozen=True, tag="settled"):
+    """Of those who might have written in a segment for an earlier master only these may still.
+
+    `waiting`: their incarnations; the segment can be used when there are none, or when all of
+    them are certainly dead.
+    """
+
+    node: Incarnation
+    segment: Count
+    waiting: list[Incarnation] = []
+
+
 class NextCopies(msgspec.Struct, frozen=True, tag="next_copies"):
     """A node reports what became of copies, and asks for more work.
 
@@ -301,6 +313,7 @@ Request = (
     | Hold
     | Heartbeat
     | Leave
+    | Settled
     | NextCopies
     | Enter
     | Lookup

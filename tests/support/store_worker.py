@@ -79,15 +79,16 @@ class Commands:
 
     def put_pausing(self, keys):
         """Allocate, say so, and write and commit only when told to go on."""
-        write = self.engine.write
+        writer = self.client.core.writing._writer
+        start = writer._start
 
-        def pause(*args, **options):
-            self.engine.write = write
+        def pause(*args):
+            writer._start = start
             self.pipe.send("writing")
             assert self.pipe.recv() == "go on"
-            return write(*args, **options)
+            return start(*args)
 
-        self.engine.write = pause
+        writer._start = pause
         return self.put(keys)
 
     def hold(self, keys):

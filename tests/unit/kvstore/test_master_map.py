@@ -213,4 +213,4 @@ def test_a_lookup_waits_for_a_master_that_is_told_still_what_is_there(stack):
     started_s = time.monotonic()
     assert masters.ask(m.Lookup("me", [b"x" * 16]), m.Located).node_idx == []
     assert time.monotonic() - started_s < WAIT_S / 2  # and then a miss is a miss
-    assert server.statistics().leases == 1
+    assert server.statistics().leases == 2  # ours, and what readers of an earlier master may have

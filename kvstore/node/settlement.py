@@ -1,0 +1,157 @@
+"""Asks everybody who may write in a node's segments whether they are at rest.
+
+    node                          writers, here and elsewhere       master
+      │ Register ──────────────────────────────────────────────────▶ │ places nothing here
+      │ AskAtRest ────────────────▶ │                                │
+      │ ◀─────────────────── AtRest │                                │
+      │ Settled ───────────────────────────────────────────────────▶ │ places here again
+
+`kvstore/node/rest_questions.py` decides, this carries it out; `Registration` tells the masters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.node.rest_questions import News, Question, RestQuestions, Role, Writer
+from kvstore.wire.peer_messages import (
+    AskAtRest,
+    AtRest,
+    Leader,
+    encode_to_client,
+    encode_to_node,
+)
+from kvstore.wire.standing import MasterRecord
+from transfer import TransferError
+
+if TYPE_CHECKING:
+    from kvstore.client.writes_under_way import WritesUnderWay
+    from kvstore.node.segment import Segment
+    from transfer import TransferEngine
+
+logger = logging.getLogger(__name__)
+
+Heed = Callable[[Sequence[Leader]], None]
+
+
+class Settlement:
+    """Thread-safe; never waits.
+
+    Args:
+        engine: The node's.
+        segments: Its segments, by number.
+        put_s: How long a put may take.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, segments: Sequence[Segment], *, put_s: float
+    ) -> None:
+        self._engine = engine
+        self._segments = segments
+        self._questions = RestQuestions(put_s)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._local: dict[Writer, WritesUnderWay] = {}
+        self._heeds: dict[Writer, Heed] = {}
+        self._leaders: dict[int, Leader] = {}  # by shard
+        self._on_news: Callable[[], None] = _nobody
+
+    def on_news(self, wake: Callable[[], None]) -> None:
+        """Name who tells the masters: it is called when there is something to be told."""
+        self._on_news = wake
+
+    def meet_writer(self, writes: WritesUnderWay, heed: Heed) -> None:
+        """Count a writer in this process among those who are asked.
+
+        Args:
+            writes: Its books.
+            heed: Tells it of elected masters; must not wait.
+        """
+        with self._lock:
+            writer = Writer(self._engine.name, Role.CLIENT, next(self._numbers))
+            self._heeds[writer] = heed
+            self._local = {**self._local, writer: writes}
+
+    def part_with(self, writes: WritesUnderWay) -> None:
+        """A writer in this process ends; unless something of it is in doubt, it counts no more."""
+        with self._lock:
+            known = next((w for w, theirs in self._local.items() if theirs is writes), None)
+            targets = [(self._engine.name, segment.number) for segment in self._segments]
+            if known is None or not all(map(writes.is_at_rest, targets)):
+                return
+            self._local = {w: theirs for w, theirs in self._local.items() if w != known}
+        self._gone(known, [segment.number for segment in self._segments])
+
+    def is_anew(self) -> bool:
+        """See `OfferSegment.anew`."""
+        return self._questions.is_anew(time.monotonic())
+
+    @property
+    def leaders(self) -> list[Leader]:
+        """The elected masters that the node has registered with, or is about to."""
+        return list(self._leaders.values())
+
+    def meet(self, record: MasterRecord, *, again: bool) -> None:
+        """A master is about to be told of the segments; `again`: perhaps another was before."""
+        if record.term:
+            leader = Leader(record.shard, record.term, record.address)
+            self._leaders = {**self._leaders, record.shard: leader}
+        if again:
+            self._questions.renew(time.monotonic())
+
+    def registered(self, shard: int, touched: Collection[int]) -> None:
+        """One shard's master knows the segments; in the touched ones it places nothing yet."""
+        writers = {number: [*self._segments[number].writers(), *self._local] for number in touched}
+        self._questions.registered(shard, writers, time.monotonic())
+
+    def ask(self) -> list[News]:
+        """Ask those who have not answered; return what the masters are to be told."""
+        for question in self._questions.due(time.monotonic()):
+            self._ask(question)
+        return self._questions.news()
+
+    def told(self, news: News) -> None:
+        """A master was told."""
+        self._questions.told(news)
+
+    def receive(self, peer: str, note: AtRest) -> None:
+        """Take an answer; on the engine's thread."""
+        role = Role.COPIER if note.for_copies else Role.CLIENT
+        self._at_rest(Question(Writer(peer, role), note.segment, note.number))
+
+    def leave(self, peer: str, segment: Segment) -> None:
+        """A client gave its key back: it is not asked any more."""
+        segment.withdraw_from(peer)
+        self._gone(Writer(peer, Role.CLIENT), [segment.number])
+
+    def _ask(self, question: Question) -> None:
+        writer, segment, number = question
+        if writer in self._local:
+            target = self._engine.name, segment
+            self._heeds[writer](self.leaders)
+            self._local[writer].when_at_rest(target, number, lambda: self._at_rest(question))
+            return
+        copies = writer.role is Role.COPIER
+        note = AskAtRest(segment, number, for_copies=copies, leaders=self.leaders)
+        try:
+            encode = encode_to_node if copies else encode_to_client
+            self._engine.notify(writer.name, encode(note))
+        except TransferError as error:
+            logger.info("%s cannot be asked whether it is at rest: %s", writer.name, error)
+
+    def _at_rest(self, question: Question) -> None:
+        if self._questions.at_rest(*question):
+            self._on_news()
+
+    def _gone(self, writer: Writer, segments: Collection[int]) -> None:
+        if self._questions.gone(writer, segments):
+            self._on_news()
+
+
+def _nobody() -> None:
+    """Nobody tells the masters yet."""
