@@ -242,15 +242,23 @@ class LocalAgent:
         slot.started_s = time.monotonic()
         log = self._log_file(slot)
         program, *arguments = self._group.command
-        slot.handler = _Handler(
-            entrypoint=program,
-            args=tuple(arguments),
-            env=self._group.environment_of(slot.local_rank, slot.restarts, slot.incarnation),
-            stdout=log,
-            stderr=log,
-            local_rank_id=slot.local_rank,
-            numa_options=None,
-        )
+        try:
+            slot.handler = _Handler(
+                entrypoint=program,
+                args=tuple(arguments),
+                env=self._group.environment_of(slot.local_rank, slot.restarts, slot.incarnation),
+                stdout=log,
+                stderr=log,
+                local_rank_id=slot.local_rank,
+                numa_options=None,
+            )
+        except OSError as error:
+            if slot.restarts == 0:
+                raise  # there is no such program, say
+            # No memory for one more process, perhaps: the others must not die of that.
+            logger.warning("worker %d could not be started again: %s", slot.local_rank, error)
+            self._plan_restart(slot, 1, self._config.restart_backoff_s)
+            return
         slot.pidfd = os.pidfd_open(slot.handler.proc.pid)
         logger.info(
             "worker %d started: pid %d, incarnation %s, restart %d",
@@ -287,14 +295,18 @@ class LocalAgent:
         self._report(slot.incarnation, how)
         if code == 0 or self._stopping:
             slot.exit_code = 0 if self._stopping else code
-        elif slot.restarts >= self._config.max_restarts:
+        else:
+            slot.quick_deaths = slot.quick_deaths + 1 if lived_s < QUICK_DEATH_S else 0
+            self._plan_restart(slot, code, self._backoff_s(slot.quick_deaths))
+
+    def _plan_restart(self, slot: _Slot, code: int, pause_s: float) -> None:
+        if slot.restarts >= self._config.max_restarts:
             slot.exit_code = code
             error = RestartsExhausted(local_rank=slot.local_rank, restarts=slot.restarts)
             logger.error("%s", error)
         else:
             slot.restarts += 1
-            slot.quick_deaths = slot.quick_deaths + 1 if lived_s < QUICK_DEATH_S else 0
-            slot.start_at_s = time.monotonic() + self._backoff_s(slot.quick_deaths)
+            slot.start_at_s = time.monotonic() + pause_s
 
     def _backoff_s(self, quick_deaths: int) -> float:
         if quick_deaths < 2:  # once is an accident

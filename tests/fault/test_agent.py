@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from configs.schema import ElasticConfig
+from elastic import agent as agent_module
 from elastic.agent import LocalAgent, WorkerGroup
 from tests.support.local_store import LocalStore
 
@@ -131,6 +134,34 @@ def test_a_worker_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     assert set(store.ended.values()) == {"exit code 3"}
     assert len(store.ended) == 4
     assert time.monotonic() - start > 0.05 + 0.1  # the second and third restart waited
+
+
+def test_a_restart_that_fails_is_tried_again_and_costs_no_other_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = agent_module._Handler, []
+
+    def handler(**options: Any) -> Any:
+        if options["env"]["TORCHELASTIC_RESTART_COUNT"] == "1":
+            failures.append(options["env"]["RANK"])
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return start(**options)
+
+    monkeypatch.setattr(agent_module, "_Handler", handler)
+    with Running(LocalAgent(CONFIG, group(tmp_path, "normal"))) as agent:
+        wait_for(lambda: len(said(tmp_path)) == 3)
+        before = agent.pids()
+        os.kill(before[1], signal.SIGKILL)
+        wait_for(lambda: "1.2" in said(tmp_path))
+        after = agent.pids()
+        assert (after[0], after[2]) == (before[0], before[2])
+    assert failures == ["1"]
+
+
+def test_a_program_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    missing = WorkerGroup(command=(str(tmp_path / "nothing"),), num_workers=2)
+    with pytest.raises(FileNotFoundError):
+        LocalAgent(CONFIG, missing).run()
 
 
 def test_a_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
