@@ -129,6 +129,40 @@ def test_one_piece_may_overlap_itself(twin: str) -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("lengths", ["long", "mixed"])
+def test_so_much_that_it_goes_past_the_caches_arrives_at_any_alignment(lengths: str, rng) -> None:
+    total = 24 << 20
+    source = rng.integers(0, 256, total, dtype=np.uint8)
+    target = rng.integers(0, 256, total, dtype=np.uint8)
+    if lengths == "long":
+        targets, sources, sizes = np.array([[3, total // 2 + 61], [17, 5], [9 << 20, 4099]])
+    else:
+        targets, sources, sizes = random_pieces(rng, total, 3000)
+        assert sizes.min() < 64 < 2048 < sizes.max()
+    assert sizes.sum() > 8 << 20
+    expected = target.copy()
+    for t, s, n in zip(targets, sources, sizes, strict=True):
+        expected[t : t + n] = source[s : s + n]
+    native.copy_pieces(target.ctypes.data, source.ctypes.data, targets, sources, sizes)
+    assert (target == expected).all()
+    at, nbytes = int(rng.integers(0, 200)), (10 << 20) + int(rng.integers(0, 200))
+    native.copy_one(target.ctypes.data + at, source.ctypes.data, nbytes)
+    expected[at : at + nbytes] = source[:nbytes]
+    assert (target == expected).all()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("shift", [1, 4097, -1, -70])
+def test_much_that_overlaps_itself_is_moved(shift: int, rng) -> None:
+    memory = rng.integers(0, 256, 10 << 20, dtype=np.uint8)
+    before, nbytes = memory.copy(), 9 << 20
+    source, target = max(0, -shift), max(0, shift)
+    native.copy_one(memory.ctypes.data + target, memory.ctypes.data + source, nbytes)
+    before[target : target + nbytes] = before[source : source + nbytes].copy()
+    assert (memory == before).all()
+
+
+@pytest.mark.unit
 def test_it_can_be_turned_off() -> None:
     import subprocess
     import sys
