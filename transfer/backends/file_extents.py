@@ -26,6 +26,7 @@ from transfer.pieces import Ints
 
 # Vectors in one call; the kernel takes 1024.
 VECTORS_MAX: Final = 512
+CALLS_MAX: Final = 32  # up to here a loop is faster than columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,10 @@ def make_extents(
     assert io_bytes % alignment.block == 0
     if len(file_offsets) == 1 and int(file_offsets[0]) % io_bytes + int(lengths[0]) <= io_bytes:
         return _one_extent(memory_start, memory_offsets, file_offsets, lengths, alignment)
+    if len(file_offsets) <= CALLS_MAX:
+        whole = _calls(memory_start, memory_offsets, file_offsets, lengths, alignment, io_bytes)
+        if whole is not None:
+            return whole
     memory, file, length = _cut(memory_offsets, file_offsets, lengths, io_bytes)
     order = np.argsort(file, kind="stable")
     memory, file, length = memory[order], file[order], length[order]
@@ -112,6 +117,41 @@ def make_extents(
         highs=highs,
         direct=whole & np.logical_and.reduceat(aligned, bounds),
         partial=~whole | gaps,
+        gaps=gaps,
+    )
+
+
+def _calls(
+    memory_start: int,
+    memory: Ints,
+    file: Ints,
+    lengths: Ints,
+    alignment: Alignment,
+    io_bytes: int,
+) -> Extents | None:
+    """A few blocks of a large cache: each is one call, nothing to cut or to join. Else None."""
+    block, end = alignment.block, -1
+    pieces = sorted(zip(file.tolist(), memory.tolist(), lengths.tolist(), strict=True))
+    for start, place, length in pieces:
+        aligned = not (start % block or length % block or (memory_start + place) % alignment.memory)
+        # Of two in one window, one is not longer than half of it.
+        alone = start >= end and io_bytes // 2 < length <= io_bytes - start % io_bytes
+        if not aligned or not alone:
+            return None
+        end = start + length
+    file, memory, lengths = np.array(pieces, dtype=np.int64).T
+    truths = np.zeros((3, len(pieces)), dtype=bool)
+    truths[0] = True
+    direct, partial, gaps = truths
+    return Extents(
+        memory_offsets=memory,
+        file_offsets=file,
+        lengths=lengths,
+        bounds=np.arange(len(pieces) + 1),
+        lows=file,
+        highs=file + lengths,
+        direct=direct,
+        partial=partial,
         gaps=gaps,
     )
 

@@ -115,6 +115,9 @@ PIECE = st.tuples(st.integers(0, 400_000), st.integers(0, 300_000), st.integers(
 )
 @example(pieces=[(0, 0, 4096), (4096, 4096, 4096)], start=0, block=4096)
 @example(pieces=[(0, 0, 1), (1, 2, 1)], start=0, block=4096)
+@example(pieces=[(0, 3 * IO_BYTES, IO_BYTES), (IO_BYTES, 0, IO_BYTES)], start=0, block=4096)
+@example(pieces=[(0, IO_BYTES, IO_BYTES), (1, 0, IO_BYTES)], start=0, block=4096)
+@example(pieces=[(0, 0, IO_BYTES - 4096), (0, 4096, IO_BYTES - 4096)], start=0, block=4096)
 def test_extents_hold_every_byte_once_and_share_no_block(
     pieces: list[tuple[int, int, int]], start: int, block: int
 ) -> None:
