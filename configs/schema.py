@@ -325,3 +325,10 @@ class RuntimeConfig(Frozen):
     elastic: ElasticConfig = ElasticConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     front: FrontConfig = FrontConfig()
+
+    @model_validator(mode="after")
+    def _workers_act_for_somebody(self) -> Self:
+        # Masters elsewhere are started from the same file, and act for nobody.
+        if self.kvstore.masters.embedded:
+            self.kvstore.tenant_of_workers()
+        return self

@@ -220,7 +220,7 @@ def demo_command(streams: int, tokens: int, **options: object) -> None:
     """Kill a worker in mid-stream and compare every stream with its undisturbed run."""
     from moe_runtime.serve import LocalCluster
 
-    config = load_from_options(options, extra=("front.port=0",))
+    config = load_from_options(options, extra=("front.port=0",), for_workers=True)
 
     async def main() -> bool:
         async with LocalCluster(config) as cluster:

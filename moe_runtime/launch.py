@@ -59,7 +59,7 @@ def launch_command(workers: int | None, node_rank: int, **options: object) -> No
 
     die_with_parent()
     configure_logging("agent")
-    config = load_from_options(options)
+    config = load_from_options(options, for_workers=True)
     group = worker_group(
         config,
         config_name=str(options["config"]),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from configs import ConfigError, load_config
+from configs import load_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,20 +45,26 @@ class ConfigRefused(click.ClickException):
     exit_code = 2
 
 
-def load_from_options(options: Mapping[str, Any], *, extra: Sequence[str] = ()) -> RuntimeConfig:
+def load_from_options(
+    options: Mapping[str, Any], *, extra: Sequence[str] = (), for_workers: bool = False
+) -> RuntimeConfig:
     """Load the configuration that the options name.
 
     Args:
         options: The values of `config_options`.
         extra: Overrides of the command itself, stronger than the user's.
+        for_workers: It must say for whom they use the pool, wherever its masters are.
 
     Raises:
         ConfigRefused: With the loader's own message.
     """
     try:
-        return load_config(options["config"], overrides=[*options["overrides"], *extra])
-    except ConfigError as error:
+        config = load_config(options["config"], overrides=[*options["overrides"], *extra])
+        if for_workers:
+            config.kvstore.tenant_of_workers()
+    except ValueError as error:  # a ConfigError is one too
         raise ConfigRefused(str(error)) from error
+    return config
 
 
 @contextmanager

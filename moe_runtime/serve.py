@@ -360,7 +360,7 @@ def serve_command(no_workers: bool, **options: object) -> None:
     from moe_runtime.logs import configure_logging
 
     configure_logging("serve")
-    config = load_from_options(options)
+    config = load_from_options(options, for_workers=True)
     with failures_in_one_line():
         status = asyncio.run(serve_until_signal(config, launch_workers=not no_workers))
     sys.exit(status)

@@ -183,7 +183,7 @@ def worker_command(**options: object) -> None:
 
     place = Place.from_environment()
     configure_logging(f"worker {place.rank}")
-    config = load_from_options(options)
+    config = load_from_options(options, for_workers=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     worker = Worker(config, place)
     signal.signal(signal.SIGTERM, worker.on_signal)

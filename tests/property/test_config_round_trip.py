@@ -135,6 +135,8 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         "tenants": [{"name": name, "token_file": "TOKEN", "quota_bytes": 7} for name in names],
         "policies": {"tiers": {"demotion_low": low, "demotion_high": high}},
     }
+    if names:
+        store["tenant"] = draw(st.sampled_from(names))
     if draw(st.booleans()):
         store["masters"] = {"addresses": draw(st.lists(HOSTS, max_size=3, unique=True))}
     else:

@@ -10,6 +10,7 @@ import pytest
 
 from configs import ConfigError, RuntimeConfig, load, load_config, preset_names
 from configs.errors import Problem
+from moe_runtime.options import ConfigRefused, load_from_options
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -193,3 +194,22 @@ def test_a_loaded_configuration_is_immutable() -> None:
     config: RuntimeConfig = load_config("single", environ={})
     with pytest.raises(ValueError, match="frozen"):
         config.front.port = 1  # type: ignore[misc]
+
+
+def test_workers_of_a_pool_with_tenants_say_for_whom_they_act(tmp_path: Path) -> None:
+    """When the configuration is read, not when a worker starts."""
+    token = tmp_path / "token"
+    token.write_text("a token of sixteen bytes or more", encoding="utf-8")
+    token.chmod(0o600)
+    tenants = f'kvstore.tenants=[{{name: "a b", token_file: "{token}"}}]'
+    with pytest.raises(ConfigError, match=r"kvstore.tenant must say which of \['a b'\]"):
+        load_config("tiny-test", overrides=[tenants], environ={})
+    chosen = load_config("tiny-test", overrides=[tenants, "kvstore.tenant=a b"], environ={})
+    assert chosen.kvstore.tenant == "a b"
+    # Masters elsewhere are started from such a file without a tenant of their own; workers are not.
+    elsewhere = [tenants, 'kvstore.masters.addresses=["10.0.0.1:1"]']
+    assert load_config("tiny-test", overrides=elsewhere, environ={}).kvstore.tenant is None
+    options = {"config": "tiny-test", "overrides": elsewhere}
+    assert load_from_options(options).kvstore.tenant is None
+    with pytest.raises(ConfigRefused, match=r"kvstore.tenant must say"):
+        load_from_options(options, for_workers=True)
