@@ -11,6 +11,7 @@ A small copy within a host is over sooner than a thread would have started it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -53,14 +54,12 @@ class AsyncDriver:
         before CancelledError is raised: nothing touches the caller's memory afterwards, and no
         put is left open.
         """
-        task = asyncio.ensure_future(self._run(steps))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait({task})
-            if not task.cancelled():
-                task.exception()  # looked at, or asyncio complains
-            raise
+        return await _to_its_end(asyncio.ensure_future(self._run(steps)))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Ask the master, with a short copy before it, where requests are made; else as `run`."""
+        loop = asyncio.get_running_loop()
+        return await _to_its_end(loop.run_in_executor(self._requests, function))
 
     async def _run(self, steps: Steps[T]) -> T:
         loop = asyncio.get_running_loop()
@@ -93,6 +92,16 @@ class AsyncDriver:
         elif not isinstance(effect, Work):
             await asyncio.sleep(effect.seconds)
         return None
+
+
+async def _to_its_end(task: asyncio.Future[T]) -> T:
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # looked at, or asyncio complains
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ async with AsyncStore(store) as pool:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,9 @@ from kvstore.client.pieces import IntsLike, Pieces
 from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.steps import Steps
 from kvstore.values.get_result import GetOutcome, GetResult
-from kvstore.values.names import Name
+from kvstore.values.names import Name, key_of
 from kvstore.values.store import got
-from kvstore.values.values import Value
+from kvstore.values.values import Value, nbytes_of, parts_of
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
@@ -70,7 +71,16 @@ class AsyncStore:
         timeout_s: float | None = None,
     ) -> PutOutcome:
         """As `Store.put`."""
-        return (await self.put_batch([name], [value], options=options, timeout_s=timeout_s))[0]
+        store, outcome, started_s = self._store, None, time.monotonic()
+        key, parts = key_of(name, store.namespace), parts_of(value)
+        if store.quick_writes.expects(nbytes_of(parts), options):
+            outcome = await self._driver.call(
+                lambda: store.put_quickly(key, parts, options, timeout_s)
+            )
+        if outcome is None or outcome is PutOutcome.FAILED:
+            steps = store.put_slowly(key, parts, options, timeout_s, started_s, outcome)
+            return await self._driver.run(steps)
+        return outcome
 
     async def put_batch(
         self,

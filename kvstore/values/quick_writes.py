@@ -116,6 +116,10 @@ class QuickWrites:
         finally:
             write.end()
 
+    def expects(self, nbytes: int, options: PutOptions) -> bool:
+        """Tell whether `put` is worth a try."""
+        return -(-nbytes // _UNIT) * _UNIT in self._sizes and is_plain(options)
+
     def learn(
         self, nbytes: int, options: PutOptions, outcome: PutOutcome, *, again: bool
     ) -> PutOutcome:

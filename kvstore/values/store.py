@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from configs.schema import KVStoreConfig, TransferConfig
 from kvstore.client.locations import Hit
 from kvstore.client.put_options import DEFAULT, PutOptions
+from kvstore.client.steps import Steps
 from kvstore.client.store_client import NOBODY, StoreClient
 from kvstore.client.tenant import Tenant
 from kvstore.keys import block_namespace
@@ -25,7 +26,7 @@ from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.local_memory import LocalMemory
 from kvstore.values.names import Name, key_of
 from kvstore.values.value_operations import ValueOperations, failure
-from kvstore.values.values import Value, nbytes_of, parts_of, target_of
+from kvstore.values.values import Part, Value, nbytes_of, parts_of, target_of
 from kvstore.wire.messages import Pin, PutOutcome
 from transfer import TransferEngine
 
@@ -51,10 +52,10 @@ class Store:
 
     def __init__(self, client: StoreClient, *, namespace: bytes = VALUES) -> None:
         self.client = client
-        self._namespace = namespace
+        self.namespace = namespace
         self._memory = LocalMemory(client.core.engine, client.core.staging)
         self._quick = client.quick_reads()
-        self._quick_writes = client.quick_writes()
+        self.quick_writes = client.quick_writes()
         self.operations = ValueOperations(
             client.core, self._memory, client.leases, self._quick.hot, namespace
         )
@@ -122,18 +123,37 @@ class Store:
         timeout_s: float | None = None,
     ) -> PutOutcome:
         """Store one value; see `put_batch`."""
-        key, parts = key_of(name, self._namespace), parts_of(value)
-        outcome, started_s = None, time.monotonic()
-        if len(parts) == 1:
-            outcome = self._quick_writes.put(key, parts[0], options, timeout_s)
-            if outcome is not None and outcome is not PutOutcome.FAILED:
-                return outcome
+        key, parts = key_of(name, self.namespace), parts_of(value)
+        started_s = time.monotonic()
+        outcome = self.put_quickly(key, parts, options, timeout_s)
+        if outcome is None or outcome is PutOutcome.FAILED:
+            steps = self.put_slowly(key, parts, options, timeout_s, started_s, outcome)
+            return self.client.driver.run(steps)
+        return outcome
+
+    def put_quickly(
+        self, key: bytes, parts: list[Part], options: PutOptions, timeout_s: float | None
+    ) -> PutOutcome | None:
+        """Put one value the short way, in this thread; see `QuickWrites.put`."""
+        if len(parts) > 1:
+            return None
+        return self.quick_writes.put(key, parts[0], options, timeout_s)
+
+    def put_slowly(
+        self,
+        key: bytes,
+        parts: list[Part],
+        options: PutOptions,
+        timeout_s: float | None,
+        started_s: float,
+        outcome: PutOutcome | None,
+    ) -> Steps[PutOutcome]:
+        """Put it the long way, after the short one has given this outcome."""
         if timeout_s is not None:
             timeout_s -= time.monotonic() - started_s
-        steps = self.operations.put([key], [parts], options, timeout_s)
-        (found,) = self.client.driver.run(steps)
+        (found,) = yield from self.operations.put([key], [parts], options, timeout_s)
         again = outcome is PutOutcome.FAILED
-        return self._quick_writes.learn(nbytes_of(parts), options, found, again=again)
+        return self.quick_writes.learn(nbytes_of(parts), options, found, again=again)
 
     def put_batch(
         self,
@@ -207,7 +227,7 @@ class Store:
             BlockUnreachable: It is there, but not within reach (retryable).
             LeaseExpired: Copying takes longer than a lease (retryable).
         """
-        key = key_of(name, self._namespace)
+        key = key_of(name, self.namespace)
         found = self._quick.get(key, timeout_s)
         if not isinstance(found, Hit):
             return found
@@ -227,7 +247,7 @@ class Store:
         The target may be larger than the value. What it holds after an error or a miss is not
         defined. Raises as `get`.
         """
-        key, part = key_of(name, self._namespace), target_of(target)
+        key, part = key_of(name, self.namespace), target_of(target)
         found = self._quick.get_into(key, part, self._memory.registered(part), timeout_s)
         if found is None or isinstance(found, int):
             return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from configs.schema import TransferBackend, TransferConfig
 from kvstore import (
+    AsyncStore,
     Fenced,
     MasterServer,
     MasterUnavailable,
@@ -453,5 +455,41 @@ def test_who_asks_for_rest_hears_of_it_when_no_place_is_written_any_more(
     assert pool.store.put(secrets.token_bytes(16), value()) is STORED
     assert requests.take() == ["Reserve", "Store"], "nor what came meanwhile"
     assert under_way.num_live() == 0
+    pool.store.close()
+    assert pool.master.statistics().open_bytes == 0
+
+
+def test_coroutines_put_in_one_request_too(stack, monkeypatch, patient):
+    pool = Pool(stack)
+    warm(pool.store)
+    requests = Requests(pool.store, monkeypatch)
+    contents = {secrets.token_bytes(16): value() for _ in range(20)}
+    asking, go = threading.Event(), threading.Event()
+
+    def wait(request):
+        asking.set()
+        assert go.wait(WAIT_S)
+
+    async def use():
+        async with AsyncStore(pool.store) as aio:
+            puts = (aio.put(key, data) for key, data in contents.items())
+            outcomes = await asyncio.gather(*puts)
+            asked = requests.take()
+            requests.before = wait
+            late = asyncio.ensure_future(aio.put("late", value()))
+            while not asking.is_set():
+                await asyncio.sleep(0.001)
+            late.cancel()
+            await asyncio.sleep(0.05)
+            assert not late.done(), "its end is waited for"
+            go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await late
+            return outcomes, asked
+
+    outcomes, asked = asyncio.run(use())
+    assert (set(outcomes), asked) == ({STORED}, ["Store"] * 20)
+    assert {key: pool.store.get(key) for key in contents} == contents
+    assert pool.store.exists("late")
     pool.store.close()
     assert pool.master.statistics().open_bytes == 0
