@@ -22,9 +22,11 @@ class Authority:
         self.file = folder / "authority.pem"
         self._ca.cert_pem.write_to_path(str(self.file))
 
-    def member(self, name: str = "member", *, not_before: datetime | None = None,
+    def member(self, name: str = "member", *, hosts: tuple[str, ...] = (),
+               not_before: datetime | None = None,
                not_after: datetime | None = None) -> TransferTls:  # fmt: skip
-        issued = self._ca.issue_cert(f"{name}.test", not_before=not_before, not_after=not_after)
+        names = (f"{name}.test", *hosts)
+        issued = self._ca.issue_cert(*names, not_before=not_before, not_after=not_after)
         certificate, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
         issued.private_key_pem.write_to_path(str(key))
         for i, pem in enumerate(issued.cert_chain_pems):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import ssl
 import subprocess
 import time
 import urllib.request
@@ -11,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+from configs.schema import TransferTls
 
 START_S = 60.0
 
@@ -24,12 +27,17 @@ def free_ports(number: int) -> list[int]:
 
 
 class EtcdServer:
-    """One member; it keeps its data when it is started again."""
+    """One member; it keeps its data when it is started again.
 
-    def __init__(self, folder: Path, program: str) -> None:
-        self.folder, self.program = folder, program
+    `tls`: its certificate and key, and the authority of its own and of clients' certificates; who
+    has none is not answered.
+    """
+
+    def __init__(self, folder: Path, program: str, *, tls: TransferTls | None = None) -> None:
+        self.folder, self.program, self.tls = folder, program, tls
         client, self.peer = free_ports(2)
-        self.endpoint = f"http://127.0.0.1:{client}"
+        scheme = "http" if tls is None else "https"
+        self.endpoint = f"{scheme}://127.0.0.1:{client}"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -45,6 +53,7 @@ class EtcdServer:
                     *("--initial-advertise-peer-urls", peer),
                     *("--initial-cluster", f"default={peer}"),
                     "--unsafe-no-fsync",
+                    *self._tls_options(),
                 ],
                 stdout=log,
                 stderr=log,
@@ -55,9 +64,22 @@ class EtcdServer:
             assert time.monotonic() < deadline, "etcd did not start"
             time.sleep(0.05)
 
+    def _tls_options(self) -> list[str]:
+        if self.tls is None:
+            return []
+        return [
+            *("--cert-file", str(self.tls.certificate), "--key-file", str(self.tls.private_key)),
+            *("--client-cert-auth", "--trusted-ca-file", str(self.tls.authority)),
+        ]
+
     def healthy(self) -> bool:
+        context = None
+        if self.tls is not None:
+            context = ssl.create_default_context(cafile=self.tls.authority)
+            context.load_cert_chain(self.tls.certificate, self.tls.private_key)
+        url = f"{self.endpoint}/health"
         try:
-            with urllib.request.urlopen(f"{self.endpoint}/health", timeout=1.0) as reply:
+            with urllib.request.urlopen(url, timeout=1.0, context=context) as reply:
                 return b'"true"' in reply.read()
         except OSError:
             return False
@@ -80,8 +102,8 @@ def etcd_program() -> str:
 
 
 @contextmanager
-def running_etcd(folder: Path):
-    server = EtcdServer(folder, etcd_program())
+def running_etcd(folder: Path, *, tls: TransferTls | None = None):
+    server = EtcdServer(folder, etcd_program(), tls=tls)
     try:
         server.start()
         yield server
