@@ -147,10 +147,13 @@ class Incarnation:
         loader = self._loader(engine, slabs, access)
         coordinator = self._new_coordinator(engine, self._member(dispatcher, loader, link))
         self._coordinator = coordinator
-        for part in (engine, link, access, server):
+        for part in (engine, link, access):
             stack.callback(part.close)
             part.open()
+        # Closed after the server, whose thread hands them out.
         stack.callback(slabs.close)
+        stack.callback(server.close)
+        server.open()
         stack.callback(coordinator.close)
         view = coordinator.join()
         access.back_up_experts()
