@@ -37,6 +37,8 @@ class GoneBlocks:
 
     def returned(self, names: Sequence[Hashable]) -> list[int | None]:
         """Forget blocks; return the number of each, None for one that is not remembered."""
+        if not self._numbers:
+            return [None] * len(names)
         pop = self._numbers.pop
         return [pop(name, None) for name in names]
 

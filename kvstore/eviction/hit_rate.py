@@ -49,7 +49,8 @@ class HitRates:
 
     def rate(self, use_class: int, age: int) -> float:
         """Return the rate, per tick, of blocks of this many uses, `age` ticks after the last."""
-        return self._rates[use_class][min(age.bit_length(), AGE_CLASSES - 1)]
+        age_class = age.bit_length()
+        return self._rates[use_class][age_class if age_class < AGE_CLASSES else -1]
 
     def wait(self, use_class: int, used_at: int, count: int = 1) -> None:
         """So many blocks wait for a use from this tick, and the ones behind it, on."""
@@ -64,14 +65,22 @@ class HitRates:
     def hit(self, use_class: int, used_at: int, now: int) -> None:
         """Count a use of a block that waited since `used_at`."""
         self.leave(use_class, used_at)
-        self._hits[use_class][min((now - used_at).bit_length(), AGE_CLASSES - 1)] += 1
+        age_class = (now - used_at).bit_length()
+        self._hits[use_class][age_class if age_class < AGE_CLASSES else -1] += 1
         self._count(1, now)
 
     def missed(self, blocks: Sequence[tuple[int, int]], now: int) -> None:
         """Count blocks, each a use class and a last tick, that were given up, unused until now."""
+        waiting, misses = self._waiting, self._misses
         for use_class, used_at in blocks:
-            self.leave(use_class, used_at)
-            self._misses[use_class][min((now - used_at).bit_length(), AGE_CLASSES - 1)] += 1
+            epochs, epoch = waiting[use_class], used_at >> EPOCH_BITS
+            left = epochs[epoch] - 1
+            if left:
+                epochs[epoch] = left
+            else:
+                del epochs[epoch]
+            age_class = (now - used_at).bit_length()
+            misses[use_class][age_class if age_class < AGE_CLASSES else -1] += 1
         self._count(len(blocks), now)
 
     def leave(self, use_class: int, used_at: int) -> None:

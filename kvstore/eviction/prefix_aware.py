@@ -63,9 +63,7 @@ class PrefixAware:
         names, ticks, parents_of = columns.names, columns.ticks, columns.parents
         places, uses, children = columns.place, columns.uses, self._children
         new: list[int] = []
-        returned: Sequence[int | None] = (None,) * len(rows)
-        if self._gone:
-            returned = self._gone.returned([names[row] for row in rows])
+        returned = self._gone.returned([names[row] for row in rows])
         entries = zip(rows, returned, parents or [None] * len(rows), strict=True)
         for tick, (row, before, parent) in enumerate(entries, first):
             ticks[row] = tick
@@ -81,7 +79,7 @@ class PrefixAware:
         self._tick += len(rows)
         self._length += len(rows)
         self._queues[0].extend(new)
-        if len(new) == len(rows):
+        if len(new) == len(rows):  # their ticks are one behind the other
             self._rates.wait(0, first, len(rows))
         else:
             for row in new:
@@ -130,7 +128,8 @@ class PrefixAware:
 
     def evict(self, count: int, busy: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
         """Forget what `victim` names, and remember what is known of it."""
-        places, uses = self._rows.place, self._rows.uses
+        places, uses, parents = self._rows.place, self._rows.uses, self._rows.parents
+        newer = self._rows.newer
         candidates = [self._candidate(use_class) for use_class in range(USE_CLASSES)]
         rows: list[int] = []
         while len(rows) < count:
@@ -143,12 +142,16 @@ class PrefixAware:
             if busy[row]:
                 self.hold(row)
             elif may_go(row):
-                self._leave(row)
+                if places[row] == ASIDE:
+                    self._leave(row)
+                else:
+                    self._queues[use_class].cut(1, newer[row])
                 places[row] = UNKNOWN
                 rows.append(row)
-                leaf = self._lose_parent(row)
-                if leaf != NOWHERE and uses[leaf] != use_class:
-                    candidates[uses[leaf]] = self._candidate(uses[leaf])
+                if parents[row] is not None:
+                    leaf = self._lose_parent(row)
+                    if leaf != NOWHERE and uses[leaf] != use_class:
+                        candidates[uses[leaf]] = self._candidate(uses[leaf])
             else:
                 break
             candidates[use_class] = self._candidate(use_class)

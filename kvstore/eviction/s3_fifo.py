@@ -56,10 +56,7 @@ class S3Fifo:
         del parents
         uses, place, names = self._uses, self._place, self._names
         new: list[int] = []
-        if self._gone:
-            returned = self._gone.returned([names[row] for row in rows])
-        else:
-            returned = [None] * len(rows)
+        returned = self._gone.returned([names[row] for row in rows])
         for row, before in zip(rows, returned, strict=True):
             uses[row] = 0
             if before is None:
