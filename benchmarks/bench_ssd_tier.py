@@ -8,8 +8,9 @@ another process of the same host; each is used by one caller with one batch, or 
 with a few blocks each. Turn by turn the same number of bytes goes to and from a second file of the
 same size in the same folder, by as many threads as the segment has (`depth`): what the disk gives.
 The ratio is taken turn by turn. Nothing passes the page cache. Plain threads need almost no
-processor, the store needs it for checksums and, far, for copies (`ssd_tier_cpu`, both processes
-and the master): on a machine whose cores are busy (`load`) the ratio says how busy they are.
+processor, the store needs it for checksums and, far, for a copy of what is got (`ssd_tier_cpu`,
+both processes and the master): on a machine whose cores are busy (`load`) the ratio says how
+busy they are.
 With `--deepnvme` the segment's file is read and written by DeepSpeed's handles instead of threads.
 """
 
