@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transfer import Region, TransferEngine
     from transfer.prepared import InPlace
 
-PLACE_BYTES_MAX: Final = 256 << 10
+PLACE_BYTES_MAX: Final = 4 << 20  # that are not mapped here: the call's own deadline is not known
 ONE_PASS_BYTES_MIN: Final = 32 << 10  # below, one call of the engine costs less
 
 
@@ -84,11 +84,14 @@ class Place(NamedTuple):
         key = segments.known(self.where)
         if key is None or self.chunk_bytes or self.lease.late_s() >= 0:
             return False
+        if self.nbytes > region.nbytes - offset:
+            return False
         if self.nbytes >= ONE_PASS_BYTES_MIN:
             mapped = engine.in_place(self.where.node, key)
             if mapped is not None:
-                found = self._copy(mapped, region, offset)
-                return found == self.checksum and self.lease.late_s() < 0
+                if region.kind != "host" or not region.writable:
+                    return False
+                return self._copy(mapped, region.array[offset : offset + self.nbytes])
         if self.nbytes > PLACE_BYTES_MAX:
             return False
         try:
@@ -104,17 +107,34 @@ class Place(NamedTuple):
         found = xxhash.xxh3_64_intdigest(region.array.data[offset : offset + self.nbytes])
         return found == self.checksum
 
-    def _copy(self, mapped: InPlace, region: Region, offset: int) -> int | None:
-        """Copy from memory that is mapped here; return the checksum, None if it does not fit."""
-        fits = self.offset >= 0 and self.nbytes <= len(mapped.array) - self.offset
-        fits = fits and region.kind == "host" and region.writable
-        if not fits or self.nbytes > region.nbytes - offset:
-            return None
+    def copy_to(
+        self, engine: TransferEngine, segments: SegmentKeys, target: NDArray[np.uint8]
+    ) -> bool:
+        """Copy the block to writable memory that no region need know, if it is mapped here.
+
+        Args:
+            engine: Has it mapped.
+            segments: Keys.
+            target: [nbytes] uint8.
+
+        Returns:
+            As `read_into`.
+        """
+        key = segments.known(self.where)
+        if key is None or self.chunk_bytes or self.lease.late_s() >= 0:
+            return False
+        mapped = engine.in_place(self.where.node, key)
+        return mapped is not None and self._copy(mapped, target)
+
+    def _copy(self, mapped: InPlace, target: NDArray[np.uint8]) -> bool:
+        """Copy from memory that is mapped here, and verify what came."""
+        if self.offset < 0 or self.nbytes > len(mapped.array) - self.offset:
+            return False
         (found,) = copy_with_checksums(
-            region.array, mapped.array, _column(offset), _column(self.offset), _column(self.nbytes)
+            target, mapped.array, _column(0), _column(self.offset), _column(self.nbytes)
         )
         mapped.read_bytes(self.nbytes)
-        return found
+        return found == self.checksum and self.lease.late_s() < 0
 
 
 def _column(number: int) -> NDArray[np.int64]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from kvstore.client.locations import Hit
-from kvstore.client.place import PLACE_BYTES_MAX, Place
+from kvstore.client.place import ONE_PASS_BYTES_MIN, PLACE_BYTES_MAX, Place
 from kvstore.errors import MasterUnavailable
 from kvstore.values.hot_places import HotPlaces
 from kvstore.values.values import Part, RegionPiece
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
 
 T = TypeVar("T")
+STAGED_BYTES_MAX: Final = 256 << 10
 
 
 class QuickReads:
@@ -74,8 +75,16 @@ class QuickReads:
                 offset = piece.offset
                 good = place.read_into(self._core.engine, self._segments, piece.region, offset)
                 return place.nbytes if good else None
+            if isinstance(target, RegionPiece):
+                return None
+            if place.nbytes >= ONE_PASS_BYTES_MIN:
+                part = target[: place.nbytes]
+                if place.copy_to(self._core.engine, self._segments, part):
+                    return place.nbytes
+            if place.nbytes > STAGED_BYTES_MAX:
+                return None  # it is moved straight to where it is wanted
             value = self._read(place)
-            if value is None or isinstance(target, RegionPiece):
+            if value is None:
                 return None
             target[: place.nbytes] = np.frombuffer(value, dtype=np.uint8)
             return place.nbytes
