@@ -225,17 +225,22 @@ def find(commands, keys):
 
 
 def look_up_on(commands, keys, seconds):
-    """Look all of these up again and again; return (lookups, those that found less, errors)."""
-    looks, short, errors = 0, 0, 0
+    """Look all of these up again and again.
+
+    Returns:
+        Number of lookups, and of those that found less: when each began and ended (monotonic).
+    """
+    looks, short = 0, []
     ends_s = time.monotonic() + seconds
-    while time.monotonic() < ends_s:
+    while (began_s := time.monotonic()) < ends_s:
         try:
             hit = commands.client.lookup_prefix(keys)
         except MasterUnavailable:
-            errors += 1
             time.sleep(0.02)
             continue
-        looks, short = looks + 1, short + (hit.num_blocks < len(keys))
+        looks += 1
+        if hit.num_blocks < len(keys):
+            short.append((began_s, time.monotonic()))
         commands.client.release(hit)
         time.sleep(0.01)
-    return looks, short, errors
+    return looks, short

@@ -42,16 +42,20 @@ def test_killed_and_restarted_while_clients_read_and_write(stack, shards):
     writer.begin("run", write_on, 8.0, 4)
     looker.begin("run", look_up_on, keys, 8.0)
     time.sleep(1.5)
-    for master in cluster.masters:  # at once: without one of two, a lookup rightly finds less
+    dying_s = time.monotonic()
+    for master in cluster.masters:
         master.signal(signal.SIGKILL)
     for master in cluster.masters:
         master.kill()
+    dead_s = time.monotonic()
     time.sleep(DOWN_S)
     for shard in range(shards):
+        starting_s = time.monotonic()
         cluster.restart_master(shard)
+    started_s = time.monotonic()
     reads, equal, pause_s = reader.result()
     stored, other, longest_s = writer.result()
-    looks, short, _ = looker.result()
+    looks, short = looker.result()
     # Reads of leased blocks never stopped: no pause comes near the time without a master.
     assert reads > 100
     assert equal
@@ -63,9 +67,15 @@ def test_killed_and_restarted_while_clients_read_and_write(stack, shards):
     assert longest_s < cluster.config.request_timeout_s
     cluster.wait_blocks(len(stored) + 8)
     assert looker.ask("run", find, stored) == len(stored)
-    # No answer of the new master was a miss while nodes told it what they hold.
+    # No answer of the new masters was a miss while nodes told them what they hold. (While only one
+    # of two is there, a lookup rightly finds less: that is a moment before and a moment after.)
     assert looks > 20
-    assert short == 0
+    unexpected = [
+        (began_s, ended_s)
+        for began_s, ended_s in short
+        if ended_s < dying_s or dead_s < began_s and ended_s < starting_s or began_s > started_s
+    ]
+    assert unexpected == []
     figures = cluster.figures()
     assert figures.nodes == 3
     assert figures.corrupt_blocks == 0
