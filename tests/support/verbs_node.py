@@ -114,13 +114,13 @@ class VerbsNode:
     def close(self) -> None:
         self.loop.ask(lambda: self.requests.close(EngineClosed("closed")))
         self.loop.ask(self.backend.close)
-        self.loop.stop()
         descriptor = os.dup(self._pipe.fileno())
         # Wakes the reader; the other side may be gone.
         with socket.socket(fileno=descriptor) as sock, contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
+        self._reader.join(SOON_S)  # before the loop, which it calls
         self._pipe.close()
-        self._reader.join(SOON_S)
+        self.loop.stop()
 
     def _open_rail(self, idx: int, done: Any) -> None:
         name = RailName("verbs", self.devices[idx], str(idx))
