@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
 
 from kvstore.checksum import table_bytes
 from kvstore.eviction import new_policy
@@ -117,6 +118,7 @@ class Lending:
             held.groups or [""] * count,
         )
         adopted: list[int] = []
+        plain: list[int] = []  # not pinned, of no group: nearly all
         for offset, key, length, checksum, pinned, chunk_bytes, tenant, group in sorted(
             zip(*columns, strict=True)
         ):
@@ -127,11 +129,16 @@ class Lending:
             if row is None:
                 continue
             catalog.describe([row], [checksum], chunk_bytes, catalog.tenants.named(tenant))
+            if not pinned and not group:
+                plain.append(row)
+                continue
             pin = m.Pin.HARD if pinned else m.Pin.NONE
             if catalog.attach(row, pin=pin, pin_s=0.0, group=group, now=now):
                 adopted.append(row)
                 if pinned:
                     catalog.pins.strengthen(row, pin, 0.0, now)
+        if plain:
+            adopted += compress(plain, catalog.attach_all(plain, now))
         if adopted and segment.placeable_s > now:
             # Leases of the last master may run on them, and are respected without being known.
             catalog.lease(NOBODY, adopted, now)

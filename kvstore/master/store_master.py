@@ -139,7 +139,7 @@ class StoreMaster:
     def restate_events(self) -> None:
         """Tell the whole index with the next `take_events`. O(blocks)."""
         if self._events is not None:
-            self._events.restate(self._catalog.present())
+            self._events.restate(self._catalog.notices.present(self._catalog.index))
 
     def statistics(self) -> m.MasterStatistics:
         """Return the figures of the pool as of the last step."""

@@ -59,7 +59,9 @@ class PlannedPool:
         self.master.check_invariants()
         for batch in self.master.take_events():
             self.told.apply(batch.changes)
-        assert self.told_media() == set(self.catalog.present()), "subscribers know something else"
+        assert self.told_media() == set(self.catalog.notices.present(self.catalog.index)), (
+            "subscribers know something else"
+        )
         table, pool = self.catalog.table, self.catalog.pool
         for row in table.rows():
             if table.state[row] in (COMMITTED, RETIRED):

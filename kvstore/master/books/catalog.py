@@ -6,14 +6,13 @@ The master decides; the catalog carries out single changes so that all of them s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress, groupby
 from typing import Final
 
 from configs.schema import Eviction
 from kvstore.checksum import table_bytes
 from kvstore.events.event_log import EventLog
-from kvstore.events.event_log import Medium as EventMedium
 from kvstore.master.books.allocator import padded
 from kvstore.master.books.block_index import BlockIndex
 from kvstore.master.books.copy_state import COMMITTED, FREE, LOST, OPEN, QUARANTINED, RETIRED
@@ -63,8 +62,8 @@ class Catalog:
         self.groups = GroupBook()
         self.pins = Pins(self.table, self.index, self.pool, self.tenants, soft_pin_s=soft_pin_s)
         self.counts: Counter[str] = Counter()
-        self._notices = Notices(self.table, self.pool, events)
-        self.observers: list[PoolObserver] = self._notices.observers
+        self.notices = Notices(self.table, self.pool, events)
+        self.observers: list[PoolObserver] = self.notices.observers
         self.nodes_with_work: set[str] = set()
         self.expected = ExpectedKeys() if eviction is Eviction.PREFIX_AWARE else None
         self._planned: dict[int, PutBatch] = {}
@@ -75,10 +74,6 @@ class Catalog:
         """Return the committed copies of a block; none if it is not there."""
         row = self.index.rows.get(key)
         return [] if row is None else self.table.copies(row)
-
-    def present(self) -> Iterator[tuple[bytes, EventMedium]]:
-        """Iterate over the committed blocks and the media that they are in, each once."""
-        return self._notices.present(self.index)
 
     # -- a block comes ------------------------------------------------------------------------
 
@@ -123,11 +118,18 @@ class Catalog:
         rows = None if batch.pin or batch.group else self.puts.take_all(batch, places)
         if rows is None:
             return [self.commit(batch, place, now) for place in places]
+        stored = self.attach_all(rows, now)
+        ring = self.table.sibling
+        self.counts["stored"] += sum(ring[row] == row for row in compress(rows, stored))
+        return stored
+
+    def attach_all(self, rows: Sequence[int], now: float) -> list[bool]:
+        """Do what `attach` does for each of these, without pins and groups, in this order."""
         keys, index = self.table.keys, self.index.rows
         stored = [index.setdefault(keys[row], row) == row for row in rows]
         first = rows if all(stored) else list(compress(rows, stored))
-        self.tenants[batch.tenant].blocks += len(first)
-        self.counts["stored"] += len(first)
+        for tenant, count in Counter(map(self.table.tenant.__getitem__, first)).items():
+            self.tenants[tenant].blocks += count
         self._enter(first)
         if len(first) < len(rows):  # of some a node holds a copy that nobody knew of
             stored = [
@@ -151,21 +153,19 @@ class Catalog:
             if table.tenant[row]:
                 self.tenants.order(row)
         self._uses = uses
-        self._notices.stored(rows)
+        self.notices.stored(rows)
 
     def commit(self, batch: PutBatch, place: int, now: float) -> bool:
         """Make a written copy a block; False if it is unknown, too late or superseded."""
         row = self.puts.take(batch, place)
         if row is None:
             return False
-        table = self.table
-        if table.state[row] == QUARANTINED:  # too late, but now its bytes are at rest
+        if self.table.state[row] == QUARANTINED:  # too late, but now its bytes are at rest
             self._free(row)
             return False
-        if not self.attach(row, pin=batch.pin, pin_s=batch.pin_s, group=batch.group, now=now):
-            return False
-        self.counts["stored"] += table.sibling[row] == row  # the first copy
-        return True
+        stored = self.attach(row, pin=batch.pin, pin_s=batch.pin_s, group=batch.group, now=now)
+        self.counts["stored"] += stored and self.table.sibling[row] == row  # the first copy
+        return stored
 
     def settle(self, batch: PutBatch, place: int) -> int:
         """Free a copy that is certainly not being written; return how many (0, 1)."""
@@ -267,7 +267,7 @@ class Catalog:
         self._uses = uses
         for index, used in by_segment.items():
             segments[index].touch(used)
-        self._notices.hit(rows)
+        self.notices.hit(rows)
 
     def lease(self, client: str, rows: Sequence[int], now: float) -> int:
         """Keep these bytes in place for a while; return the lease's id."""
@@ -348,7 +348,7 @@ class Catalog:
         keys, spaces, siblings = table.keys, table.space, table.sibling
         tenants, groups, pins = table.tenant, table.group, table.pin
         assert not any(map(table.leases.__getitem__, rows)), rows
-        self._notices.evicted(rows)
+        self.notices.evicted(rows)
         self.counts["evicted"] += len(rows)
         plain = nbytes = 0  # nobody's blocks with no other copy, and their bytes
         for row in rows:
@@ -375,7 +375,7 @@ class Catalog:
                     self.drop(copy, evicted=True)
 
     def _detach(self, row: int, *, evicted: bool = False) -> None:
-        self._notices.dropped(row)
+        self.notices.dropped(row)
         self.pool.of(row).leave(row, evicted=evicted)
         self._unindex(row)
 
