@@ -62,7 +62,9 @@ class Replication:
         key = self._catalog.table.keys[row]
         if key not in self.several:
             return
-        if evicted:  # to make room: it is not wanted that much
+        if self._catalog.table.sibling[row] == row:  # the last: who stores it anew says how many
+            del self.several[key]
+        elif evicted:  # to make room: it is not wanted that much
             left = self.several[key] - 1
             if left > 1:
                 self.several[key] = left

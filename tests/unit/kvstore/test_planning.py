@@ -340,6 +340,23 @@ class TestReplicas:
             assert len({"rack" if node in "cd" else node for node, _ in places}) == 2
         assert pool.there(keys) == 12
 
+    @pytest.mark.parametrize("copies", [1, 2])
+    def test_who_stores_a_lost_block_anew_says_how_many_copies(self, copies):
+        pool = PlannedPool(quiet())
+        for node in "ab":
+            pool.join(node, 64, domain=node)
+        (key,) = fresh(1)
+        pool.put([key], replicas=2)
+        rows = pool.catalog.copies(key)
+        wheres = [pool.catalog.pool.of(row).where for row in rows]
+        offsets = [pool.catalog.table.offset[row] for row in rows]
+        for where, offset in zip(wheres, offsets, strict=True):  # one by one, as readers find out
+            pool.step(m.ReportBad("reader", [key], [where.node], [offset], [True], [0]))
+        assert not pool.there([key])
+        pool.put([key], replicas=copies)
+        pool.settle()
+        assert len(pool.places(key)) == copies
+
     def test_what_was_removed_or_evicted_is_not_made_again(self):
         pool = PlannedPool(quiet())
         for node in "abc":
