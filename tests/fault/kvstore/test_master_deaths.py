@@ -73,7 +73,7 @@ def test_killed_and_restarted_while_clients_read_and_write(stack, shards):
     unexpected = [
         (began_s, ended_s)
         for began_s, ended_s in short
-        if ended_s < dying_s or dead_s < began_s and ended_s < starting_s or began_s > started_s
+        if ended_s < dying_s or (dead_s < began_s and ended_s < starting_s) or began_s > started_s
     ]
     assert unexpected == []
     figures = cluster.figures()
