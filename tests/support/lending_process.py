@@ -7,6 +7,7 @@ import os
 import queue
 import secrets
 import signal
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from transfer import RegionKey, TransferEngine, allocate
 
 WAIT_S = 40.0
 SECRET = b"s"
+SECTOR = 4096
 
 
 def die_in_append(nbytes: int) -> None:
@@ -42,6 +44,28 @@ def die_in_append(nbytes: int) -> None:
     os.pwrite = torn
 
 
+def die_in_write(nbytes: int) -> None:
+    """From now on the process is killed when it has written so many bytes to slabs, or a few less.
+
+    Direct writes have whole sectors: the last one is cut at a multiple of them.
+    """
+    pwritev, lock, left = os.pwritev, threading.Lock(), [nbytes]
+
+    def torn(fd: int, buffers: Any, at: int) -> int:
+        size = sum(len(buffer) for buffer in buffers)
+        with lock:
+            left[0] -= size
+            last = left[0] < 0
+            if last:
+                rest = (left[0] + size) // SECTOR * SECTOR
+                if rest > 0:
+                    pwritev(fd, [memoryview(buffers[0])[:rest]], at)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return pwritev(fd, buffers, at)
+
+    os.pwritev = torn
+
+
 def serve(pipe, master: str, segments: list[dict[str, Any]], knobs: dict[str, Any]) -> None:
     with ExitStack() as stack:
         node = LendingNode(stack, master, SECRET, segments, **knobs)
@@ -49,6 +73,9 @@ def serve(pipe, master: str, segments: list[dict[str, Any]], knobs: dict[str, An
         while (request := pipe.recv()) is not None:
             if request[0] == "die_in_append":
                 die_in_append(request[1])
+                pipe.send(None)
+            elif request[0] == "die_in_write":
+                die_in_write(request[1])
                 pipe.send(None)
             elif request[0] == "held":
                 pipe.send(node.segment(request[1]).held())
