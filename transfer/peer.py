@@ -12,6 +12,7 @@ from transfer.arguments import check_type
 from transfer.backends.process_memory import Locations, PeerProcess
 from transfer.backends.shared_memory import Windows
 from transfer.connections.control_connection import ControlConnection
+from transfer.connections.early_frames import EarlyFrames
 from transfer.connections.handshake import Facts
 from transfer.errors import PeerLost, PeerUnknown
 from transfer.memory.region import Region
@@ -42,6 +43,8 @@ class PeerLink:
         farewell: what the peer said when it closed, "" if it said nothing.
         ending: its last words are being read.
         settled: set when the link is ready, or lost before it was.
+        early: frames that came before the link was ready here; see `EarlyFrames`.
+        on_ready: called when it is, on the engine's thread.
         dialed: whether we called the peer, and not it us.
         session: shows that further connections belong to this one; a secret of both ends.
         rdma: queue pairs and keys; None unless both sides have devices.
@@ -84,6 +87,8 @@ class PeerLink:
         self.farewell = ""
         self.ending = False
         self.settled = threading.Event()
+        self.early = EarlyFrames()
+        self.on_ready: Callable[[], None] = _ignore
 
     @property
     def alive(self) -> bool:
@@ -162,6 +167,7 @@ class PeerLink:
         assert self.state is LinkState.CONNECTING
         self.state = LinkState.READY
         self.settled.set()
+        self.on_ready()
 
     def become_lost(self, evidence: str) -> bool:
         """End the link; False if it had ended before."""
@@ -169,6 +175,7 @@ class PeerLink:
             return False
         self.state = LinkState.LOST
         self.evidence = self.farewell or self.evidence or evidence
+        self.early.take_all()
         self.settled.set()
         return True
 
@@ -197,6 +204,10 @@ class Peer:
 def name_of(peer: str | Peer) -> str:
     """Return the name of a peer that is given either way."""
     return peer if isinstance(peer, str) else check_type("peer", peer, Peer).name
+
+
+def _ignore() -> None:
+    """Nobody waits for the link to be ready."""
 
 
 class PeerTable:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from transfer.connections.early_frames import AT_ONCE
 from transfer.connections.handshake import shown
 from transfer.errors import ProtocolViolation
 from transfer.handlers import Handlers
 from transfer.memory.region import TOKEN_BYTES, OfferTable
 from transfer.memory.told_addresses import ToldAddresses
-from transfer.peer import PeerLink
+from transfer.peer import LinkState, PeerLink
 from transfer.statistics import Tally
 from transfer.wire import ControlKind, encode_control
 
@@ -56,6 +57,10 @@ class ControlFrames:
         """Act on one frame of a link that stands."""
         if self._fenced(link.name) is not None:
             return  # a handler has fenced it between two frames
+        if link.state is LinkState.CONNECTING and kind not in AT_ONCE:
+            if not link.early.keep(kind, content):
+                self.end_nonsense(link, "more than can be kept until the link is ready")
+            return
         if kind is ControlKind.NOTIFY:
             self._handlers.deliver(link.name, content)
         elif kind is ControlKind.WITHDRAWN:
@@ -77,6 +82,12 @@ class ControlFrames:
         else:
             link.farewell = f"closed by the peer: {shown(content.decode(errors='replace'))}"
             self._lose(link, link.farewell)
+
+    def take_early(self, link: PeerLink) -> None:
+        """Act on the frames that came before the link was ready, which it is now."""
+        for kind, content in link.early.take_all():
+            if link.state is LinkState.READY:  # nor has one of them ended it
+                self.take(link, kind, content)
 
     def _tell_address(self, link: PeerLink, token: bytes) -> None:
         if len(token) != TOKEN_BYTES or link.control.flooded:

@@ -267,6 +267,7 @@ class Links:
                 enabled=self._config.process_memory,
             ),
         )
+        link.on_ready = partial(self._frames.take_early, link)
         if backend == "verbs":
             link.rdma = self.rdma.connect(
                 name,
