@@ -39,12 +39,14 @@ class WriteResult:
 
     `aborted`: nothing is under way. `unsettled`: bytes may be under way for all we know.
     `void`: those aborted because another master than the one that granted them has come.
+    `unreached`: those aborted because their node could not be reached.
     """
 
     written: list[int] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     unsettled: list[int] = field(default_factory=list)
     void: list[int] = field(default_factory=list)
+    unreached: list[int] = field(default_factory=list)
     lost_nodes: list[str] = field(default_factory=list)
 
 
@@ -78,6 +80,7 @@ class BlockWriter:
         write: WriteUnderWay,
         *,
         replicas: int,
+        reach_s: float,
         deadline_s: float,
     ) -> Steps[WriteResult]:
         """Write the granted copies: row i is copy `i % replicas` of block `i // replicas`.
@@ -85,7 +88,7 @@ class BlockWriter:
         Checksums that are not known yet come with the copy into mapped memory; others are taken
         while the transfers are under way. Each node also learns what it holds now, before the
         master does: a node that knows of a block too many is harmless, one too few would lose it
-        with the master.
+        with the master. A node that has offered no key by `reach_s` is not waited for longer.
         """
         node_idx = np.array(granted.node_idx, dtype=np.int64)
         offsets = np.array(granted.offsets, dtype=np.int64)
@@ -98,7 +101,7 @@ class BlockWriter:
             try:
                 key = self._segments.known(where)
                 if key is None:
-                    key = yield from reach(where, deadline_s)
+                    key = yield from reach(where, reach_s)
                 if not write.may_start((where.node, where.segment)):
                     result.aborted += rows.tolist()
                     result.void += rows.tolist()
@@ -109,7 +112,11 @@ class BlockWriter:
             except (NodeUnreachable, TransferError) as error:
                 self._lose(where, error, result)
                 # Raised at once, so nothing is under way, unless others had been started before.
-                (result.unsettled if started else result.aborted).extend(rows.tolist())
+                if started:
+                    result.unsettled += rows.tolist()
+                else:
+                    result.aborted += rows.tolist()
+                    result.unreached += rows.tolist()
                 continue
             if len(changed):  # their checksums are those of bytes that are no more
                 logger.warning("%s blocks changed while they were being put", len(changed))

@@ -5,6 +5,7 @@ put      Allocate ─▶ granted rows ─▶ one write per segment ─▶ Finish
          NO_SPACE of a master that has just started: so too, whatever the caller says
          written, but the master knows nothing of it (it is a new one), or granted by one that is
          known to have a successor: again for those alone
+         its node is not reached, so nothing is under way: again, without that node, a few times
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 PAUSE_S_MIN: Final = 0.005
 PAUSE_S_MAX: Final = 0.25
+UNREACHED_MAX: Final = 2  # how often a put is tried again because nodes were not reached
 SETTLING_S: Final = 0.05  # until a master that has just started is asked again
 
 
@@ -43,12 +45,14 @@ class _Attempt:
         retry_s: When there may be space, as the master says.
         provisional: It has just started, and there may be space soon.
         lost: Blocks that were granted or written in vain.
+        unreached: Blocks of which not a byte was written, as their nodes were not reached.
     """
 
     outcomes: list[PutOutcome]
     retry_s: float
     provisional: bool
     lost: set[int] = field(default_factory=set)
+    unreached: set[int] = field(default_factory=set)
 
     @property
     def pause_s(self) -> float:
@@ -87,9 +91,11 @@ class Writing:
             Fenced, TenantRefused: Nothing was stored.
         """
         attempt = yield from self._put_once(source, deadline_s)
-        outcomes, lost = attempt.outcomes, attempt.lost
+        outcomes, lost, unreached = attempt.outcomes, attempt.lost, attempt.unreached
+        num_unreached = 0
         while True:
-            again = set(lost)
+            num_unreached += bool(unreached)
+            again = lost | unreached if num_unreached <= UNREACHED_MAX else set(lost)
             if source.options.wait_for_space or attempt.provisional:
                 again |= {i for i, o in enumerate(outcomes) if o is PutOutcome.NO_SPACE}
             waiting = sorted(again)
@@ -100,8 +106,14 @@ class Writing:
             attempt = yield from self._put_once(source.of(waiting), deadline_s)
             for block, outcome in zip(waiting, attempt.outcomes, strict=True):
                 ours = block in lost and outcome is PutOutcome.EXISTS  # it was known after all
-                outcomes[block] = PutOutcome.STORED if ours else outcome
+                # That there is no other place for it does not mean that there is none.
+                waits = source.options.wait_for_space or attempt.provisional
+                failed = block in unreached and outcome is PutOutcome.NO_SPACE and not waits
+                outcomes[block] = (
+                    PutOutcome.STORED if ours else PutOutcome.FAILED if failed else outcome
+                )
             lost = {waiting[i] for i in attempt.lost}
+            unreached = {waiting[i] for i in attempt.unreached}
         self._count(outcomes)
         return outcomes
 
@@ -165,9 +177,11 @@ class Writing:
             write.granted([(n.node, n.segment) for n in granted.nodes], put_s=granted.put_s)
             # A master that knows no replicas grants one row per block.
             replicas = len(granted.node_idx) // source.num_blocks
-            write_s = min(deadline_s, time.monotonic() + granted.put_s / 2)
+            now = time.monotonic()
+            write_s = min(deadline_s, now + granted.put_s / 2)
+            reach_s = min(write_s, (now + deadline_s) / 2)  # leaves time for another node
             result = yield from self._writer.write(
-                source, granted, write, replicas=replicas, deadline_s=write_s
+                source, granted, write, replicas=replicas, reach_s=reach_s, deadline_s=write_s
             )
             in_doubt = {granted.node_idx[row] for row in result.unsettled}
             write.end((n.node, n.segment) for i, n in enumerate(granted.nodes) if i in in_doubt)
@@ -185,6 +199,8 @@ class Writing:
         ]  # fmt: skip
         granted_to = np.array([*result.written, *result.void], dtype=np.int64) // replicas
         attempt.lost = set(granted_to[~stored[granted_to]].tolist())
+        unreached = np.array(result.unreached, dtype=np.int64) // replicas
+        attempt.unreached = set(unreached[~stored[unreached]].tolist()) - attempt.lost
         return attempt
 
     def _finish(

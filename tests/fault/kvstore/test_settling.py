@@ -136,9 +136,7 @@ def test_puts_go_on_soon_after_a_master_is_back(stack, shards):
     stored = []
     for writer in writers:
         theirs, other, longest_s = writer.result()
-        # One put may fail outright, as when a busy node is not reached; none waits, or is refused.
-        assert set(other) <= {"failed"}
-        assert len(other) <= 4
+        assert other == []
         assert longest_s < down_s + PUT_S / 4
         stored += theirs
     cluster.wait_blocks(len(stored))
