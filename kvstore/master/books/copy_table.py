@@ -1,7 +1,7 @@
 """All copies of all blocks, as columns: a row, a small int, is one copy.
 
 A million keys are a million rows, not a million objects: what a block costs is its key, one entry
-of the index, and about 100 bytes here. Rows are reused; whoever keeps a row number must be told
+of the index, and about 90 bytes here. Rows are reused; whoever keeps a row number must be told
 when the copy goes.
 """
 
@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from kvstore.eviction import EvictionRows
 from kvstore.master.books.copy_state import FREE, OPEN
+from kvstore.master.books.freed_memory import return_freed_memory
 
 GROWTH_MIN: Final = 1024
 GROWTH_SHARE: Final = 8  # the table grows by an eighth
+HOLES_FROM: Final = 1 << 16  # rows: what smaller tables leave behind is not worth a look
 
 
 class CopyTable:
@@ -38,11 +40,12 @@ class CopyTable:
         sibling: The next copy of the block, in a ring; itself if it is the only one.
         used_at: Stamp of the last use, counted by the catalog.
         eviction: What the eviction policies keep.
-        tenant_older, tenant_newer: Neighbours in the tenant's order of use.
+        tenant_older, tenant_newer: Neighbours in the tenant's order of use; see `keep_tenants`.
     """
 
     __slots__ = (
         "_columns",
+        "_has_tenants",
         "_unused",
         "checksum",
         "chunk_bytes",
@@ -74,12 +77,21 @@ class CopyTable:
         self.state, self.pin = array("B"), array("B")
         self.eviction = EvictionRows()
         self.eviction.names = self.keys  # type: ignore[assignment]  # read only, there
-        self._columns = (
+        self._columns: tuple[array[int], ...] = (
             *(self.segment, self.leases, self.sibling, self.tenant, self.group),
-            *(self.tenant_older, self.tenant_newer, self.offset, self.length, self.space),
+            *(self.offset, self.length, self.space),
             *(self.used_at, self.checksum, self.chunk_bytes, self.state, self.pin),
         )
+        self._has_tenants = False
         self._unused: list[int] = []
+
+    def keep_tenants(self) -> None:
+        """Have the columns `tenant_older` and `tenant_newer`, only for tenants, from now on."""
+        if not self._has_tenants:
+            self._has_tenants = True
+            for column in (self.tenant_older, self.tenant_newer):
+                column.frombytes(bytes(column.itemsize * len(self.keys)))
+            self._columns += (self.tenant_older, self.tenant_newer)
 
     def __len__(self) -> int:
         """Count the rows in use."""
@@ -157,8 +169,11 @@ class CopyTable:
     def _grow(self) -> None:
         first = len(self.keys)
         count = max(GROWTH_MIN, first // GROWTH_SHARE)
+        zeros = memoryview(bytes(max(column.itemsize for column in self._columns) * count))
         for column in self._columns:
-            column.frombytes(bytes(column.itemsize * count))
+            column.frombytes(zeros[: column.itemsize * count])
         self.eviction.grow(count)
         self.keys.extend([b""] * count)
         self._unused.extend(reversed(range(first, first + count)))
+        if first >= HOLES_FROM:
+            return_freed_memory()

@@ -150,6 +150,8 @@ class TenantBook:
         return not self._table.leases[row]
 
     def _add(self, name: str, token: str | None, quota_bytes: int | None) -> Tenant:
+        if self._tenants:  # "" comes first, and is in no order
+            self._table.keep_tenants()
         older, newer = self._table.tenant_older, self._table.tenant_newer
         tenant = Tenant(
             number=len(self._tenants),
