@@ -80,6 +80,13 @@ class FillingPolicy(Frozen):
     tolerance: float = Field(
         0.05, gt=0, lt=1, description="A node filled to this much below the mean is filled enough."
     )
+    puts_max: float = Field(
+        2.0,
+        gt=0,
+        le=1e6,
+        description="New bytes that a joined node gets until then, per byte of capacity, as a "
+        "multiple of what the others get at most.",
+    )
 
 
 class PolicyConfig(Frozen):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.master.books.copy_state import FREE
 from kvstore.master.books.copy_table import CopyTable
+from kvstore.master.books.joined_segments import JoinedSegments
 from kvstore.master.books.segment import Node, Segment
 from kvstore.wire.messages import Medium, NodeAddress, PutOutcome
 
@@ -27,6 +29,9 @@ class Candidates:
 
     Attributes:
         sets: The segments.
+        joined: Segments of the second set that are still to be filled: they get the blocks due to
+            them before the first set's, and others only if that one can't have them.
+        rivals: Bytes of capacity that the first set has in their medium.
         full: From which size on there is no free range in a set, by its position.
         evicting: Where the last eviction was; it goes on there for `runs_on` further ones, before
             the ages of all are compared again.
@@ -34,6 +39,8 @@ class Candidates:
     """
 
     sets: tuple[tuple[Segment, ...], ...]
+    joined: tuple[Segment, ...] = ()
+    rivals: int = 0
     full: dict[int, int] = field(default_factory=dict)
     evicting: Segment | None = None
     runs_on: int = 0
@@ -59,6 +66,7 @@ class SegmentPool:
         self._nodes: dict[str, Node] = {}
         self._segments: dict[int, Segment] = {}  # by `Segment.index`
         self._last_index = -1
+        self.joined = JoinedSegments()
         self.all_heard_s = -math.inf  # nobody's silence began before this
 
     def __iter__(self) -> Iterator[Segment]:
@@ -115,6 +123,7 @@ class SegmentPool:
         assert segment.where.segment not in node.segments, segment.where
         node.segments[segment.where.segment] = segment
         self._segments[segment.index] = segment
+        self.joined.add(segment)
         self.all_heard_s = min(self.all_heard_s, node.heard_s)
 
     def remove(self, name: str) -> list[Segment]:
@@ -124,6 +133,7 @@ class SegmentPool:
             return []
         for segment in node.segments.values():
             del self._segments[segment.index]
+            self.joined.discard(segment)
         return list(node.segments.values())
 
     def silent_since(self, deadline_s: float) -> list[str]:
@@ -177,7 +187,23 @@ class SegmentPool:
                 sets[0].append(segment)
             else:
                 sets[1 if node is not home else 2].append(segment)
-        return Candidates(sets=tuple(tuple(group) for group in sets if group))
+        groups = tuple(tuple(group) for group in sets if group)
+        if self.joined:
+            self.joined.graduate(self, now)
+            if groups and not any(segment.node.name in prefer for segment in groups[0]):
+                return self._sparing(groups)
+        return Candidates(sets=groups)
+
+    def _sparing(self, groups: tuple[tuple[Segment, ...], ...]) -> Candidates:
+        """Let those that joined have a share of what goes to the best segments, not all."""
+        best, *others = groups
+        medium = best[0].medium  # slower ones are the last in their set anyway
+        joined = tuple(s for s in best if s.medium is medium and s in self.joined)
+        rest = tuple(s for s in best if s not in joined)
+        rivals = sum(segment.capacity for segment in rest if segment.medium is medium)
+        if not joined or not rivals:
+            return Candidates(sets=groups)
+        return Candidates(sets=(rest, joined, *others), joined=joined, rivals=rivals)
 
     def place_free(
         self, keys: Sequence[bytes], lengths: Sequence[int], space: int, candidates: Candidates
@@ -187,12 +213,22 @@ class SegmentPool:
         Like `place` for each of them, as long as nothing has to be evicted.
         """
         rows: list[int] = []
+        for segment in candidates.joined:
+            end = min(len(rows) + self.joined.blocks(segment, space), len(keys))
+            while len(rows) < end and segment.may_fit(space):
+                run = segment.place_run(keys[len(rows) : end], lengths[len(rows) : end], space)
+                if not run:
+                    break
+                rows += run
         for segment in candidates.sets[0] if candidates.sets else ():
             while len(rows) < len(keys) and segment.may_fit(space):
                 run = segment.place_run(keys[len(rows) :], lengths[len(rows) :], space)
                 if not run:
                     break
                 rows += run
+        if candidates.joined:
+            for segment, blocks in Counter(map(self.of, rows)).items():
+                self._count(segment, blocks, space, candidates)
         return rows
 
     def place_over(
@@ -215,6 +251,8 @@ class SegmentPool:
             self._take_over(segment, victims, keys[run], lengths[run])
             rows += victims
             ages[segment] = self._age(segment)  # the only one that has changed
+            if candidates.joined:
+                self._count(segment, len(victims), space, candidates)
         return rows
 
     def place(
@@ -235,6 +273,32 @@ class SegmentPool:
             candidates: Where.
             without: Failure domains in which a copy is already.
         """
+        if not candidates.joined:
+            return self._place(key, length, space, candidates, without)
+        for segment in candidates.joined:
+            if segment.node.domain not in without and self.joined.blocks(segment, space):
+                row = segment.place(key, length, space)
+                if row is not None:
+                    break
+        else:
+            row = self._place(key, length, space, candidates, without)
+        if row is not None:
+            self._count(self.of(row), 1, space, candidates)
+        return row
+
+    def _count(self, segment: Segment, blocks: int, space: int, candidates: Candidates) -> None:
+        """Enter new blocks of a segment in the account of those that joined."""
+        nbytes = blocks * segment.space_of(space)
+        self.joined.placed(nbytes, segment, candidates.joined, candidates.rivals)
+
+    def _place(
+        self,
+        key: bytes,
+        length: int,
+        space: int,
+        candidates: Candidates,
+        without: Collection[str],
+    ) -> int | None:
         for number, group in enumerate(candidates.sets):
             allowed = group
             if without:

@@ -21,7 +21,7 @@ class Rebalancing:
     """Plans moves between segments of one medium. Not thread-safe.
 
     Args:
-        policy: How joined nodes are filled.
+        policy: How joined nodes are filled; the pool's too, for new blocks.
         catalog: The pool's books.
         copying: Takes the orders.
     """
@@ -31,6 +31,7 @@ class Rebalancing:
         self._catalog = catalog
         self._copying = copying
         self._budget = Budget(policy.bytes_per_s)
+        catalog.pool.joined.policy = policy
         self._joined: set[int] = set()
         self._look_s = 0.0
 
