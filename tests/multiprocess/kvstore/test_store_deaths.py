@@ -28,12 +28,15 @@ def test_a_node_killed_in_mid_put_costs_its_blocks_and_nothing_else(backend):
         assert pool.statistics().open_bytes == 6 * 4096
         victim.kill()
         writer.pipe.send("go on")
-        # Failed; or it was not known yet, and they were stored and lost a moment later.
-        assert len(set(writer.result()) | {"stored", "failed"}) == 2
+        # Failed; or it was not known yet, and they were stored and lost a moment later; or it was
+        # known before a byte was written, and they were stored at home.
+        first = set(writer.result())
+        assert first in ({"stored"}, {"failed"})
         assert pool.statistics().open_bytes == 0, "nothing is left open"
         pool.master.fence([victim.name])
         pool.master.confirm_dead([victim.name])
-        assert writer.ask("put", keys) == ["stored"] * 6, "at home, for want of another node"
+        second = set(writer.ask("put", keys))  # at home, for want of another node
+        assert second == {"stored"} or (first, second) == ({"stored"}, {"exists"})
         assert writer.ask("get", keys)[:3] == (6, 6, True)
         figures = pool.statistics()
         assert figures.capacity_bytes == pool.config.segment_bytes
