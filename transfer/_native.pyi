@@ -114,6 +114,21 @@ class Message:
     lane: Lane
     def wait(self, timeout_s: float | None = None) -> None: ...
 
+class MappedWindow:
+    nbytes: int
+    rights: int
+    start: int
+    live: bool
+
+class MappedCopy:
+    peer: str
+    operation: str
+    nbytes: int
+    bytes_moved: int
+    deadline: float
+    started: float
+    def wait(self, timeout_s: float | None = None) -> None: ...
+
 class Books:
     num_queued: int
     urgent_queued: int
@@ -145,6 +160,7 @@ class ShortWay:
         region: type,
         key: type,
         made: type[Message],
+        copied: type[MappedCopy],
         priorities: tuple[Priority, ...],
         nbytes_max: int,
         urgent_bytes_max: int,
@@ -161,10 +177,13 @@ class ShortWay:
         immediate: object,
         priority: object,
         /,
-    ) -> Message | None: ...
+    ) -> Message | MappedCopy | None: ...
     def add(self, peer: str, books: Books, /) -> None: ...
     def remove(self, peer: str, books: Books, /) -> None: ...
     def take_counts(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]: ...
+    def map(self, peer: str, link: object, windows: dict[bytes, MappedWindow], /) -> None: ...
+    def unmap(self, peer: str, link: object, /) -> None: ...
+    def take_copied(self) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]: ...
 
 class Server:
     def __init__(self, slice_bytes_max: int, slice_pieces_max: int, slices_max: int) -> None: ...

@@ -272,6 +272,7 @@ class TransferEngine(Offering, Movement, Arrivals):
         """Return what was done so far."""
         self._links.service.collect()
         self._tally.took_short_way(self._table.short_way.take_counts())
+        self._tally.copied_at_once(self._table.short_way.take_copied())
         return self._tally.snapshot(
             rails=self._links.rails(),
             immediates_received=self._board.num_received,

@@ -43,7 +43,9 @@
 #include "compiled/progress.c"
 #include "compiled/books.c"
 #include "compiled/message.c"
+#include "compiled/mapped_copy.c"
 #include "compiled/short_way.c"
+#include "compiled/mapped.c"
 #include "compiled/server.c"
 #include "compiled/in_place.c"
 #include "compiled/served.c"
@@ -74,7 +76,8 @@ PyMODINIT_FUNC PyInit__native(void)
 {
     static PyTypeObject *const types[] = {&lane_type,    &rail_load_type, &books_type,
                                           &message_type, &short_way_type, &server_type,
-                                          &local_line_type};
+                                          &local_line_type, &mapped_window_type,
+                                          &mapped_copy_type};
     if (!make_names())
         return NULL;
     PyObject *module = PyModule_Create(&definition);

@@ -169,10 +169,22 @@ else:
 COMPILED: Final = compiled is not None
 
 if TYPE_CHECKING:
+    from transfer._native import MappedCopy as MappedCopy
+    from transfer._native import MappedWindow as MappedWindow
     from transfer._native import Message as Message
 elif compiled is not None:
+    MappedCopy = compiled.MappedCopy
+    MappedWindow = compiled.MappedWindow
     Message = compiled.Message
 else:
+
+    class MappedCopy:
+        """Nothing: without the compiled part there is no short way."""
+
+    class MappedWindow:
+        """The attributes of a window that the compiled part looks at."""
+
+        __slots__ = ("live", "nbytes", "rights", "start")
 
     class Message:
         """Nothing: without the compiled part there is no short way."""

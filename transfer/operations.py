@@ -35,7 +35,8 @@ class Mover:
 
     Attributes:
         staging: moves what has no address; set by the engine.
-        post_short: sends one piece over sockets in this thread; None if it has to go another way.
+        post_short: sends one piece over sockets in this thread, or copies it into or out of mapped
+            memory; None if it has to go another way.
     """
 
     staging: Staging
@@ -157,7 +158,8 @@ class Mover:
     ) -> Transfer | None:
         """Copy one piece where the memory is mapped already; None if it is not.
 
-        Whatever is unusual or wrong is left to `write` and `read`, which say what.
+        Without the compiled part, and with an immediate: else `post_short` has done so. Whatever
+        is unusual or wrong is left to `write` and `read`, which say what.
         """
         link = self._table.get(peer)
         if (

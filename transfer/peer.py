@@ -274,6 +274,7 @@ class PeerTable:
         """Keep a new link."""
         self._departed.pop(link.name, None)
         self._links[link.name] = link
+        self.short_way.map(link.name, link, link.windows.by_token)
 
     def remove(self, link: PeerLink) -> None:
         """Remember a link only as lost."""
@@ -282,6 +283,7 @@ class PeerTable:
             while len(self._departed) > DEPARTED_MAX:
                 del self._departed[next(iter(self._departed))]
             del self._links[link.name]
+            self.short_way.unmap(link.name, link)
 
     def fence(self, name: str, reason: str) -> None:
         """Never accept this name again."""

@@ -137,6 +137,8 @@ class Prepared:
         _check_post(immediate, timeout_s, write=self._write)
         pieces = self._pieces
         if len(pieces) == 1:
+            if immediate is None and (at_once := self._post_at_once(None)) is not None:
+                return at_once
             native.copy_one(self._target, self._source, self._nbytes)
         else:
             native.copy_pieces(
@@ -150,15 +152,20 @@ class Prepared:
             link, self._nbytes, immediate, self._priority, write=self._write, timeout_s=timeout_s
         )
 
+    def _post_at_once(self, immediate: int | None) -> Transfer | None:
+        """One piece, by one compiled call, where that can be."""
+        ours, theirs = self._offsets
+        return self._mover.post_short(
+            self._write, self._peer, self._region, self._key, ours, theirs, self._nbytes, immediate,
+            self._priority,
+        )  # fmt: skip
+
     def _post_anew(self, immediate: int | None, timeout_s: float | None) -> Transfer:
         """The way of `write` and `read`: it maps a window again, and says what is wrong."""
         mover = self._mover
         if len(self._pieces) == 1 and timeout_s is None:
             ours, theirs = self._offsets
-            at_once = mover.post_short(
-                self._write, self._peer, self._region, self._key, ours, theirs, self._nbytes,
-                immediate, self._priority,
-            ) or mover.move_at_once(
+            at_once = self._post_at_once(immediate) or mover.move_at_once(
                 self._peer, self._region, self._key, ours, theirs, self._nbytes, immediate,
                 self._priority, write=self._write,
             )  # fmt: skip

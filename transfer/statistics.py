@@ -163,17 +163,26 @@ class Tally:
 
     def took_short_way(self, counts: Counts) -> None:
         """Count transfers over tcp that left at once: `wrote` and `read`, and `waited`."""
-        written, read, immediates, operations, nbytes = counts
         with self._lock:
-            counters = self._backends["tcp"]
-            counters["operations"] += sum(operations)
-            counters["bytes_written"] += written
-            counters["bytes_read"] += read
-            counters["immediates"] += immediates
-            for idx in range(len(Priority)):
-                self._operations[idx] += operations[idx]
-                self._bytes[idx] += nbytes[idx]
-                self._queued[idx] += operations[idx]
+            self._add_counts("tcp", counts)
+            for idx, operations in enumerate(counts[3]):
+                self._queued[idx] += operations
+
+    def copied_at_once(self, counts: Counts) -> None:
+        """Count copies between mapped memories: `wrote` and `read`."""
+        with self._lock:
+            self._add_counts("shared_memory", counts)
+
+    def _add_counts(self, backend: str, counts: Counts) -> None:
+        written, read, immediates, operations, nbytes = counts
+        counters = self._backends[backend]
+        counters["operations"] += sum(operations)
+        counters["bytes_written"] += written
+        counters["bytes_read"] += read
+        counters["immediates"] += immediates
+        for idx in range(len(Priority)):
+            self._operations[idx] += operations[idx]
+            self._bytes[idx] += nbytes[idx]
 
     def waited(self, priority: Priority, seconds: float) -> None:
         """Count how long an operation waited before its first slice left."""

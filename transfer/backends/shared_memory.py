@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from transfer import native
 from transfer.errors import AccessRefused
 from transfer.memory.memory import SEALS, populate
 from transfer.memory.region import Access, Bytes, RegionKey
@@ -31,7 +32,7 @@ class MappedMemory:
         self.array: Bytes = np.frombuffer(mapped, dtype=np.uint8)
 
 
-class Window:
+class Window(native.MappedWindow):
     """What one key opens.
 
     Attributes:
@@ -42,7 +43,7 @@ class Window:
         live: False once the key was withdrawn, or its peer is lost.
     """
 
-    __slots__ = ("array", "live", "memory", "nbytes", "rights", "start")
+    __slots__ = ("array", "memory")
 
     def __init__(self, memory: MappedMemory, offset: int, nbytes: int, rights: int) -> None:
         self.memory = memory
@@ -69,6 +70,11 @@ class Windows:
         self._memories: weakref.WeakValueDictionary[tuple[int, int, bool], MappedMemory] = (
             weakref.WeakValueDictionary()
         )
+
+    @property
+    def by_token(self) -> dict[bytes, Window]:
+        """All of them, as they come and go: for the short way, which only looks."""
+        return self._windows
 
     def find(self, key: RegionKey) -> Window | None:
         """Return the window of a key that is mapped already."""

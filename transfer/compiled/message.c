@@ -38,6 +38,7 @@ static PyTypeObject message_type;
 
 static struct {
     PyObject *owner, *token, *nbytes, *rights, *kind, *start, *finish, *wait_long, *host;
+    PyObject *evidence;
     PyObject *make_lock;
 } names;
 
@@ -54,7 +55,8 @@ static bool make_names(void)
            (names.start = PyUnicode_InternFromString("start")) &&
            (names.finish = PyUnicode_InternFromString("finish")) &&
            (names.wait_long = PyUnicode_InternFromString("wait_long")) &&
-           (names.host = PyUnicode_InternFromString("host"));
+           (names.host = PyUnicode_InternFromString("host")) &&
+           (names.evidence = PyUnicode_InternFromString("evidence"));
 }
 
 /* ---- its end */

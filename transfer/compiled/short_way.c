@@ -1,15 +1,22 @@
-/* The short ways of an engine to its peers: one call checks a transfer, numbers it and sends it. */
+/* The short ways of an engine to its peers: one call checks a transfer, numbers it and sends it.
+ *
+ * Where the peer's memory is mapped the same call copies instead (`mapped.c`). */
+
+/* Transfers since they were taken last. */
+typedef struct {
+    long long operations[PRIORITIES], bytes[PRIORITIES], written, read, immediates;
+} Counts;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *peers; /* dict: name -> Books */
-    PyTypeObject *region_type, *key_type, *made_type;
+    PyObject *peers;  /* dict: name -> Books */
+    PyObject *mapped; /* dict: name -> (PeerLink, dict: token -> MappedWindow) */
+    PyTypeObject *region_type, *key_type, *made_type, *copied_type;
     PyObject *priorities; /* tuple, the most urgent first: ACTIVATIONS, KV_GET, KV_PUT, ... */
     PyObject *on_post; /* called at the next post, and forgotten */
     double timeout_s;
     long long nbytes_max, urgent_bytes_max;
-    /* Counted since they were taken last. */
-    long long operations[PRIORITIES], bytes[PRIORITIES], written, read, immediates;
+    Counts sent, copied;
 } ShortWay;
 
 static PyTypeObject short_way_type;
@@ -17,9 +24,11 @@ static PyTypeObject short_way_type;
 static int short_way_clear(ShortWay *way)
 {
     Py_CLEAR(way->peers);
+    Py_CLEAR(way->mapped);
     Py_CLEAR(way->region_type);
     Py_CLEAR(way->key_type);
     Py_CLEAR(way->made_type);
+    Py_CLEAR(way->copied_type);
     Py_CLEAR(way->priorities);
     Py_CLEAR(way->on_post);
     return 0;
@@ -28,9 +37,11 @@ static int short_way_clear(ShortWay *way)
 static int short_way_traverse(ShortWay *way, visitproc visit, void *arg)
 {
     Py_VISIT(way->peers);
+    Py_VISIT(way->mapped);
     Py_VISIT(way->region_type);
     Py_VISIT(way->key_type);
     Py_VISIT(way->made_type);
+    Py_VISIT(way->copied_type);
     Py_VISIT(way->priorities);
     Py_VISIT(way->on_post);
     return 0;
@@ -45,17 +56,19 @@ static void short_way_dealloc(ShortWay *way)
 
 static PyObject *short_way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"region", "key", "made", "priorities", "nbytes_max",
-                               "urgent_bytes_max", NULL};
-    PyObject *region, *key, *made, *priorities;
+    static char *keywords[] = {"region",     "key",        "made",             "copied",
+                               "priorities", "nbytes_max", "urgent_bytes_max", NULL};
+    PyObject *region, *key, *made, *copied, *priorities;
     long long nbytes_max, urgent_bytes_max;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!LL:ShortWay", keywords, &PyType_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!O!LL:ShortWay", keywords, &PyType_Type,
                                      &region, &PyType_Type, &key, &PyType_Type, &made,
-                                     &PyTuple_Type, &priorities, &nbytes_max, &urgent_bytes_max))
+                                     &PyType_Type, &copied, &PyTuple_Type, &priorities, &nbytes_max, &urgent_bytes_max))
         return NULL;
     if (PyTuple_GET_SIZE(priorities) != PRIORITIES ||
-        !PyType_IsSubtype((PyTypeObject *)made, &message_type)) {
-        PyErr_Format(PyExc_TypeError, "not %d priorities, or no class of messages", PRIORITIES);
+        !PyType_IsSubtype((PyTypeObject *)made, &message_type) ||
+        !PyType_IsSubtype((PyTypeObject *)copied, &mapped_copy_type)) {
+        PyErr_Format(PyExc_TypeError, "not %d priorities, or no class of messages or copies",
+                     PRIORITIES);
         return NULL;
     }
     ShortWay *way = (ShortWay *)type->tp_alloc(type, 0);
@@ -64,12 +77,14 @@ static PyObject *short_way_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     way->region_type = (PyTypeObject *)Py_NewRef(region);
     way->key_type = (PyTypeObject *)Py_NewRef(key);
     way->made_type = (PyTypeObject *)Py_NewRef(made);
+    way->copied_type = (PyTypeObject *)Py_NewRef(copied);
     way->priorities = Py_NewRef(priorities);
     way->nbytes_max = nbytes_max;
     way->urgent_bytes_max = urgent_bytes_max;
     way->timeout_s = 30.0;
     way->peers = PyDict_New();
-    if (!way->peers) {
+    way->mapped = PyDict_New();
+    if (!way->peers || !way->mapped) {
         Py_DECREF(way);
         return NULL;
     }
@@ -83,6 +98,7 @@ typedef struct {
     int priority;
     uint32_t immediate;
     long long our_offset, their_offset, nbytes;
+    long long window_bytes, rights; /* of the key */
     uintptr_t start;
     PyObject *token; /* a reference */
 } Wanted;
@@ -133,23 +149,17 @@ static int priority_of(const ShortWay *way, PyObject *given, const Wanted *wante
     return -1;
 }
 
-/* Whether it is a transfer that may go the short way: (peer, region, key, our offset, their offset,
- * nbytes, immediate, priority). What is wrong with one that may not is for others to say. */
-static bool understand(const ShortWay *way, PyObject *const *args, Wanted *wanted)
+/* Whether it is a piece that lies within what the region and the key say: (peer, region, key, our
+ * offset, their offset, nbytes, immediate, priority). What is wrong with another is for others to
+ * say. */
+static bool understand_piece(const ShortWay *way, PyObject *const *args, Wanted *wanted)
 {
     PyObject *region = args[1], *key = args[2];
     if (!Py_IS_TYPE(region, way->region_type) || !Py_IS_TYPE(key, way->key_type) ||
         !take_number(args[3], &wanted->our_offset) ||
         !take_number(args[4], &wanted->their_offset) || !take_number(args[5], &wanted->nbytes) ||
-        wanted->nbytes == 0 || wanted->nbytes > way->nbytes_max)
+        wanted->nbytes == 0)
         return false;
-    wanted->signals = args[6] != Py_None;
-    if (wanted->signals) {
-        long long immediate;
-        if (!wanted->writes || !take_number(args[6], &immediate) || immediate > UINT32_MAX)
-            return false;
-        wanted->immediate = (uint32_t)immediate;
-    }
     wanted->priority = priority_of(way, args[7], wanted);
     wanted->urgent = wanted->priority == 0;
     long long theirs = number_of(key, names.nbytes), rights = number_of(key, names.rights);
@@ -158,15 +168,35 @@ static bool understand(const ShortWay *way, PyObject *const *args, Wanted *wante
         !(rights & (wanted->writes ? MAY_WRITE : MAY_READ)) ||
         wanted->nbytes > theirs || wanted->their_offset > theirs - wanted->nbytes ||
         wanted->nbytes > ours || wanted->our_offset > ours - wanted->nbytes ||
-        !is_text(key, names.owner, args[0]) || !is_text(key, names.kind, names.host))
+        !is_text(key, names.owner, args[0]))
         return false;
     wanted->start = (uintptr_t)start;
+    wanted->window_bytes = theirs;
+    wanted->rights = rights;
     wanted->token = PyObject_GetAttr(key, names.token);
     if (wanted->token && PyBytes_CheckExact(wanted->token) &&
         PyBytes_GET_SIZE(wanted->token) == TOKEN_BYTES)
         return true;
     Py_CLEAR(wanted->token);
     PyErr_Clear();
+    return false;
+}
+
+/* Whether it is a transfer that may go the short way over sockets. */
+static bool understand(const ShortWay *way, PyObject *const *args, Wanted *wanted)
+{
+    wanted->signals = args[6] != Py_None;
+    if (wanted->signals) {
+        long long immediate;
+        if (!wanted->writes || !take_number(args[6], &immediate) || immediate > UINT32_MAX)
+            return false;
+        wanted->immediate = (uint32_t)immediate;
+    }
+    if (!understand_piece(way, args, wanted))
+        return false;
+    if (wanted->nbytes <= way->nbytes_max && is_text(args[2], names.kind, names.host))
+        return true;
+    Py_CLEAR(wanted->token);
     return false;
 }
 
@@ -299,12 +329,12 @@ static bool send_message(Message *message, const Wanted *wanted)
     return taken;
 }
 
-static void count_message(ShortWay *way, const Wanted *wanted)
+static void count_transfer(Counts *counts, const Wanted *wanted)
 {
-    way->operations[wanted->priority]++;
-    way->bytes[wanted->priority] += wanted->nbytes;
-    *(wanted->writes ? &way->written : &way->read) += wanted->nbytes;
-    way->immediates += wanted->signals;
+    counts->operations[wanted->priority]++;
+    counts->bytes[wanted->priority] += wanted->nbytes;
+    *(wanted->writes ? &counts->written : &counts->read) += wanted->nbytes;
+    counts->immediates += wanted->signals;
 }
 
 /* See to it that somebody receives its answer. Returns 0, or -1 with an exception. */
@@ -338,20 +368,24 @@ static int call_once(PyObject **at)
 
 PyDoc_STRVAR(short_way_post_doc,
              "post(writes, peer, region, key, our_offset, their_offset, nbytes, immediate, "
-             "priority)\n--\n\nSend one piece at once. Returns its handle, or None if it has to go "
+             "priority)\n--\n\nSend one piece at once, or copy it where it is mapped. Returns its handle, or None if it has to go "
              "the long way: whatever is unusual, or wrong.");
+
+static PyObject *post_mapped(ShortWay *way, bool writes, PyObject *const *args);
 
 static PyObject *short_way_post(ShortWay *way, PyObject *const *args, Py_ssize_t count)
 {
     if (check_count(count, 9, "post") < 0)
         return NULL;
     Books *books = (Books *)PyDict_GetItemWithError(way->peers, args[1]);
-    if (!books || books->stopped || books->count >= OPERATIONS_MAX ||
-        is_exhausted(books)) {
-        if (PyErr_Occurred())
-            PyErr_Clear(); /* what cannot be a key is no peer's name */
+    if (!books) {
+        if (!PyErr_Occurred())
+            return post_mapped(way, args[0] == Py_True, args + 1);
+        PyErr_Clear(); /* what cannot be a key is no peer's name */
         Py_RETURN_NONE;
     }
+    if (books->stopped || books->count >= OPERATIONS_MAX || is_exhausted(books))
+        Py_RETURN_NONE;
     Wanted wanted = {.writes = args[0] == Py_True};
     if (!understand(way, args + 1, &wanted))
         Py_RETURN_NONE;
@@ -389,7 +423,7 @@ static PyObject *short_way_post(ShortWay *way, PyObject *const *args, Py_ssize_t
         Py_DECREF(message);
         message = (Message *)Py_NewRef(Py_None);
     } else {
-        count_message(way, &wanted);
+        count_transfer(&way->sent, &wanted);
         if (attend_to(message) < 0 || call_once(&way->on_post) < 0)
             Py_CLEAR(message);
     }
@@ -435,19 +469,62 @@ PyDoc_STRVAR(short_way_take_counts_doc,
              "take_counts()\n--\n\nReturn what was posted since the last call: bytes written and "
              "read, immediates, then operations and bytes of each class.");
 
+static PyObject *take_counts(Counts *counts)
+{
+    const long long *n = counts->operations, *bytes = counts->bytes;
+    PyObject *taken = Py_BuildValue("LLL(LLLLL)(LLLLL)", counts->written, counts->read,
+                                    counts->immediates, n[0], n[1], n[2], n[3], n[4], bytes[0],
+                                    bytes[1], bytes[2], bytes[3], bytes[4]);
+    if (taken)
+        memset(counts, 0, sizeof *counts);
+    return taken;
+}
+
 static PyObject *short_way_take_counts(ShortWay *way, PyObject *ignored)
 {
     (void)ignored;
-    PyObject *counts = Py_BuildValue(
-        "LLL(LLLLL)(LLLLL)", way->written, way->read, way->immediates, way->operations[0],
-        way->operations[1], way->operations[2], way->operations[3], way->operations[4],
-        way->bytes[0], way->bytes[1], way->bytes[2], way->bytes[3], way->bytes[4]);
-    if (counts) {
-        way->written = way->read = way->immediates = 0;
-        memset(way->operations, 0, sizeof way->operations);
-        memset(way->bytes, 0, sizeof way->bytes);
+    return take_counts(&way->sent);
+}
+
+PyDoc_STRVAR(short_way_take_copied_doc,
+             "take_copied()\n--\n\nReturn what was copied at once since the last call; as of "
+             "`take_counts`.");
+
+static PyObject *short_way_take_copied(ShortWay *way, PyObject *ignored)
+{
+    (void)ignored;
+    return take_counts(&way->copied);
+}
+
+PyDoc_STRVAR(short_way_map_doc,
+             "map(peer, link, windows)\n--\n\nCopy at once what lies in `windows`, by token, while "
+             "the link has no `evidence`.");
+
+static PyObject *short_way_map(ShortWay *way, PyObject *const *args, Py_ssize_t count)
+{
+    if (check_count(count, 3, "map") < 0)
+        return NULL;
+    if (!PyUnicode_CheckExact(args[0]) || !PyDict_CheckExact(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "map takes a name, a link and a dict of windows");
+        return NULL;
     }
-    return counts;
+    PyObject *place = PyTuple_Pack(2, args[1], args[2]);
+    int failed = place ? PyDict_SetItem(way->mapped, args[0], place) : -1;
+    Py_XDECREF(place);
+    return failed < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyDoc_STRVAR(short_way_unmap_doc, "unmap(peer, link)\n--\n\nDo so no more, if it is still this "
+                                  "link's; idempotent.");
+
+static PyObject *short_way_unmap(ShortWay *way, PyObject *const *args, Py_ssize_t count)
+{
+    if (check_count(count, 2, "unmap") < 0)
+        return NULL;
+    PyObject *found = PyDict_GetItemWithError(way->mapped, args[0]);
+    if (found && PyTuple_GET_ITEM(found, 0) == args[1] && PyDict_DelItem(way->mapped, args[0]) < 0)
+        return NULL;
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 static PyMethodDef short_way_methods[] = {
@@ -455,6 +532,9 @@ static PyMethodDef short_way_methods[] = {
     {"add", (PyCFunction)(void (*)(void))short_way_add, METH_FASTCALL, short_way_add_doc},
     {"remove", (PyCFunction)(void (*)(void))short_way_remove, METH_FASTCALL, short_way_remove_doc},
     {"take_counts", (PyCFunction)short_way_take_counts, METH_NOARGS, short_way_take_counts_doc},
+    {"map", (PyCFunction)(void (*)(void))short_way_map, METH_FASTCALL, short_way_map_doc},
+    {"unmap", (PyCFunction)(void (*)(void))short_way_unmap, METH_FASTCALL, short_way_unmap_doc},
+    {"take_copied", (PyCFunction)short_way_take_copied, METH_NOARGS, short_way_take_copied_doc},
     {NULL, NULL, 0, NULL},
 };
 

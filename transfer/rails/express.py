@@ -9,7 +9,7 @@ it would have been the long way, and treated as these are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from transfer import native
@@ -64,6 +64,13 @@ class Express(native.Message, Transfer):
         return self.part
 
 
+class Copied(native.MappedCopy, Transfer):
+    """A transfer of one piece that was a copy between mapped memories, and has ended well."""
+
+    backend = "shared_memory"
+    _finished = True
+
+
 Post = Callable[
     [bool, str, Region, RegionKey, object, object, object, int | None, Priority | None],
     Transfer | None,
@@ -83,8 +90,8 @@ class ShortWayLike(Protocol):
 
     @property
     def post(self) -> Post:
-        """Send one piece at once: (writes, peer, region, key, our offset, their offset, nbytes,
-        immediate, priority). None if it has to go the long way.
+        """Send one piece at once, or copy it: (writes, peer, region, key, our offset, their offset,
+        nbytes, immediate, priority). None if it has to go the long way.
         """
 
     def add(self, peer: str, books: BooksLike, /) -> None:
@@ -97,6 +104,15 @@ class ShortWayLike(Protocol):
         """Return what was posted since the last call: bytes written and read, immediates, then
         operations and bytes of each class.
         """
+
+    def map(self, peer: str, link: object, windows: Mapping[bytes, object], /) -> None:
+        """Copy at once what lies in `windows`, by token, while the link has no `evidence`."""
+
+    def unmap(self, peer: str, link: object, /) -> None:
+        """Do so no more, if it is still this link's; idempotent."""
+
+    def take_copied(self) -> Counts:
+        """Return what was copied at once since the last call; as of `take_counts`."""
 
 
 class NoShortWay:
@@ -118,6 +134,14 @@ class NoShortWay:
         """Return zeros."""
         return 0, 0, 0, (0,) * len(Priority), (0,) * len(Priority)
 
+    def map(self, peer: str, link: object, windows: Mapping[bytes, object], /) -> None:
+        """There is none."""
+
+    def unmap(self, peer: str, link: object, /) -> None:
+        """There is none."""
+
+    take_copied = take_counts
+
 
 def make_short_way() -> ShortWayLike:
     """Return the short ways of an engine."""
@@ -127,6 +151,7 @@ def make_short_way() -> ShortWayLike:
         region=Region,
         key=RegionKey,
         made=Express,
+        copied=Copied,
         priorities=tuple(Priority),
         nbytes_max=EXPRESS_BYTES_MAX,
         urgent_bytes_max=URGENT_BYTES_MAX,

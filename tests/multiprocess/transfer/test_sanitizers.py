@@ -16,6 +16,7 @@ TESTS = (
     "tests/unit/transfer/test_native.py",
     "tests/unit/transfer/test_lanes.py",
     "tests/unit/transfer/test_express.py",
+    "tests/unit/transfer/test_mapped_copies.py",
     "tests/unit/transfer/test_server.py",
     "tests/unit/transfer/test_hostile_wire.py",
     "tests/unit/transfer/test_read_only_memory.py",
