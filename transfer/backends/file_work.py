@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from transfer.backends.block_locks import BlockLocks
 from transfer.backends.direct_io import (
@@ -13,11 +17,15 @@ from transfer.backends.direct_io import (
     storage_error,
     write_fully,
 )
-from transfer.backends.file_extents import make_extents
+from transfer.backends.file_extents import Extents, make_extents
 from transfer.errors import StorageFailed, TransferTimeout
 from transfer.memory.region import Bytes
+from transfer.memory.small_pages import small_pages
 from transfer.native import copy_pieces
 from transfer.pieces import Ints
+
+# Larger calls go by way of our buffer if the caller's memory has small pages; see there.
+BOUNCED_BYTES_MIN: Final = 128 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +77,16 @@ class _ExtentWork:
         self._bounds = extents.bounds.tolist()
         self._lows = extents.lows.tolist()
         self._highs = extents.highs.tolist()
-        self._direct = extents.direct.tolist()
+        self._direct = self._without_buffer(extents).tolist()
         self._partial = extents.partial.tolist()
+
+    def _without_buffer(self, extents: Extents) -> NDArray[np.bool_]:
+        """Say which extents the call moves to or from the caller's memory itself."""
+        if not self._access.alignment.direct or not small_pages.hold(
+            self._start, self._view.nbytes
+        ):
+            return extents.direct
+        return extents.direct & (extents.highs - extents.lows < BOUNCED_BYTES_MIN)
 
     def __len__(self) -> int:
         return len(self._lows)

@@ -18,8 +18,9 @@ import numpy as np
 
 from transfer import native
 from transfer.errors import AccessRefused
-from transfer.memory.memory import SEALS, populate
+from transfer.memory.memory import SEALS, has_small_pages, populate
 from transfer.memory.region import Access, Bytes, RegionKey
+from transfer.memory.small_pages import small_pages
 
 
 class MappedMemory:
@@ -30,6 +31,8 @@ class MappedMemory:
         mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=protection)
         populate(mapped, writable=writable)
         self.array: Bytes = np.frombuffer(mapped, dtype=np.uint8)
+        if has_small_pages(descriptor):
+            small_pages.add(self, self.array.ctypes.data, nbytes)
 
 
 class Window(native.MappedWindow):

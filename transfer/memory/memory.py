@@ -24,6 +24,8 @@ from typing import Final
 
 import torch
 
+from transfer.memory.small_pages import small_pages
+
 PAGE_BYTES: Final = mmap.PAGESIZE
 HUGE_BYTES_MIN: Final = 1 << 20
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -83,6 +85,8 @@ class Memory:
         # bare pointer into it, and reading that after an unmap kills the process.
         self.tensor = torch.frombuffer(mapped, dtype=torch.uint8)[:nbytes]
         self.start = self.tensor.data_ptr()
+        if self.pages is Pages.PLAIN:
+            small_pages.add(self, self.start, nbytes)
         _live.add(self)
 
     def close(self) -> None:
@@ -159,6 +163,11 @@ def memory_of(start: int, nbytes: int) -> tuple[Memory, int] | None:
         return None
     offset = start - memory.start
     return (memory, offset) if offset + nbytes <= memory.nbytes else None
+
+
+def has_small_pages(descriptor: int) -> bool:
+    """Tell whether a memory file lies in pages of the base size."""
+    return os.fstat(descriptor).st_blksize <= PAGE_BYTES and not _asks_for_huge()
 
 
 def populate(mapped: mmap.mmap, *, writable: bool) -> None:
