@@ -14,8 +14,8 @@ from kvstore.client.block_sums import Sums
 from kvstore.client.steps import Steps, reach, settle, work
 from kvstore.copying import WRITE_STREAM_BYTES_MIN, copy_and_sum
 from kvstore.errors import NodeUnreachable
-from kvstore.wire.messages import Allocated, HeldBlocks, NodeAddress
-from kvstore.wire.peer_messages import Written, encode_to_node
+from kvstore.wire.messages import Allocated, NodeAddress
+from kvstore.wire.peer_messages import Written
 from transfer import AccessRefused, Priority, TransferError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.source import Source
     from kvstore.client.writes_under_way import WriteUnderWay
-    from kvstore.node.store_node import StoreNode
     from transfer import RegionKey, Transfer, TransferEngine
     from transfer.prepared import InPlace
 
@@ -63,15 +62,11 @@ class BlockWriter:
     Args:
         engine: Moves the bytes.
         segments: Keys to the nodes' segments.
-        local_node: The node on the same engine.
     """
 
-    def __init__(
-        self, engine: TransferEngine, segments: SegmentKeys, local_node: StoreNode | None
-    ) -> None:
+    def __init__(self, engine: TransferEngine, segments: SegmentKeys) -> None:
         self._engine = engine
         self._segments = segments
-        self._local_node = local_node
 
     def write(
         self,
@@ -176,7 +171,8 @@ class BlockWriter:
         try:
             if failure is None:
                 blocks = written.rows // replicas
-                self._tell(written.where, source.held(blocks, offsets[written.rows].tolist()))
+                held = source.held(blocks, offsets[written.rows].tolist())
+                self._segments.tell(written.where.node, Written(held, written.where.segment))
         except TransferError as error:
             failure = error
         if failure is None:
@@ -184,13 +180,6 @@ class BlockWriter:
         else:
             self._lose(written.where, failure, result)
             result.unsettled += rows
-
-    def _tell(self, where: NodeAddress, held: HeldBlocks) -> None:
-        payload = encode_to_node(Written(held, where.segment))
-        if where.node == self._engine.name and self._local_node is not None:
-            self._local_node.on_notify(where.node, payload)
-        else:
-            self._engine.notify(where.node, payload)
 
     def _lose(self, where: NodeAddress, error: Exception, result: WriteResult) -> None:
         logger.info("blocks for %s not written: %s", where.node, error)

@@ -33,7 +33,6 @@ from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
-    from kvstore.node.store_node import StoreNode
     from transfer import TransferEngine
 
 
@@ -43,7 +42,6 @@ class ClientCore:
     Args:
         engine: Moves the bytes.
         segments: Keys to the nodes' segments.
-        local_node: The node on the same engine.
         tenant: For whom it acts.
         timeout_s: Deadline of a call that names none.
     """
@@ -52,7 +50,6 @@ class ClientCore:
         self,
         engine: TransferEngine,
         segments: SegmentKeys,
-        local_node: StoreNode | None,
         *,
         tenant: Tenant,
         timeout_s: float,
@@ -66,7 +63,7 @@ class ClientCore:
         reader = BlockReader(engine, segments, self.staging)
         self.reading = Reading(self.record, self.master, reader)
         self.under_way = segments.under_way
-        writer = BlockWriter(engine, segments, local_node)
+        writer = BlockWriter(engine, segments)
         self.writing = Writing(self.record, self.master, writer, self.under_way)
 
     def deadline(self, timeout_s: float | None) -> float:

@@ -104,6 +104,14 @@ class SegmentKeys:
         finally:
             asking.release()
 
+    def tell(self, node: str, note: NodeNote) -> None:
+        """Send a note to a node that there is a key of. Raises TransferError."""
+        payload = encode_to_node(note)
+        if node == self._engine.name and self._local_node is not None:
+            self._local_node.on_notify(node, payload)
+        else:
+            self._engine.notify(node, payload)
+
     def forget(self, node: str) -> None:
         """Ask anew next time: a key of this node did not work."""
         with self._offered:
@@ -183,7 +191,7 @@ class SegmentKeys:
         try:
             self._engine.notify(node, encode_to_node(note))
         except TransferError as error:  # it asks again, or does without
-            logger.info("%s for %s: %s", type(note).__name__, node, error)
+            logger.debug("%s for %s: %s", type(note).__name__, node, error)
 
 
 def _ignore(record: MasterRecord) -> None:

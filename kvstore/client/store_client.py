@@ -77,14 +77,13 @@ class StoreClient:
         tenant: Tenant = NOBODY,
     ) -> None:
         self._name = engine.name
-        self._local_node = local_node
         self._directory = as_directory(masters)
         self._link = MasterMap(
             self._directory, config, secret=secret, identity=f"{engine.name}.client"
         )
         self.segments = SegmentKeys(engine, local_node)
         self.core = ClientCore(
-            engine, self.segments, local_node, tenant=tenant, timeout_s=config.request_timeout_s
+            engine, self.segments, tenant=tenant, timeout_s=config.request_timeout_s
         )
         self.segments.on_leader(self._link.meet)
         self.driver = Driver(self._link, self.segments)
@@ -107,7 +106,7 @@ class StoreClient:
 
     def quick_writes(self) -> QuickWrites:
         """Return the short way of single puts."""
-        return QuickWrites(self.core, self._link, self.segments, self.places, self._local_node)
+        return QuickWrites(self.core, self._link, self.segments, self.places)
 
     def close(self) -> None:
         """Stop using the store. Held leases are released, others end by themselves."""

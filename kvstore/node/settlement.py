@@ -56,8 +56,8 @@ class Settlement:
         self._questions = RestQuestions(put_s)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._local: dict[Writer, WritesUnderWay] = {}
-        self._heeds: dict[Writer, Heed] = {}
+        # Never changed, but replaced: it is read without the lock.
+        self._local: dict[Writer, tuple[WritesUnderWay, Heed]] = {}
         self._leaders: dict[int, Leader] = {}  # by shard
         self._on_news: Callable[[], None] = _nobody
 
@@ -74,17 +74,16 @@ class Settlement:
         """
         with self._lock:
             writer = Writer(self._engine.name, Role.CLIENT, next(self._numbers))
-            self._heeds[writer] = heed
-            self._local = {**self._local, writer: writes}
+            self._local = {**self._local, writer: (writes, heed)}
 
     def part_with(self, writes: WritesUnderWay) -> None:
         """A writer in this process ends; unless something of it is in doubt, it counts no more."""
         with self._lock:
-            known = next((w for w, theirs in self._local.items() if theirs is writes), None)
+            known = next((w for w, (theirs, _) in self._local.items() if theirs is writes), None)
             targets = [(self._engine.name, segment.number) for segment in self._segments]
             if known is None or not all(map(writes.is_at_rest, targets)):
                 return
-            self._local = {w: theirs for w, theirs in self._local.items() if w != known}
+            self._local = {w: local for w, local in self._local.items() if w != known}
         self._gone(known, [segment.number for segment in self._segments])
 
     def is_anew(self) -> bool:
@@ -131,10 +130,12 @@ class Settlement:
 
     def _ask(self, question: Question) -> None:
         writer, segment, number = question
-        if writer in self._local:
+        local = self._local.get(writer)
+        if local is not None:
+            writes, heed = local
+            heed(self.leaders)
             target = self._engine.name, segment
-            self._heeds[writer](self.leaders)
-            self._local[writer].when_at_rest(target, number, lambda: self._at_rest(question))
+            writes.when_at_rest(target, number, lambda: self._at_rest(question))
             return
         copies = writer.role is Role.COPIER
         note = AskAtRest(segment, number, for_copies=copies, leaders=self.leaders)

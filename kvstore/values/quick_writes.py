@@ -25,7 +25,7 @@ from kvstore.shards.plan import shard_of
 from kvstore.values.values import Part, RegionPiece
 from kvstore.wire import messages as m
 from kvstore.wire.messages import HeldBlocks, Pin, PutOutcome
-from kvstore.wire.peer_messages import NodeNote, Unwritten, Written, encode_to_node
+from kvstore.wire.peer_messages import Unwritten, Written
 from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from kvstore.client.reserved_places import ReservedPlaces
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.writes_under_way import WriteUnderWay
-    from kvstore.node.store_node import StoreNode
     from transfer import RegionKey
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,6 @@ class QuickWrites:
         link: The way to the masters.
         segments: Keys to the nodes' segments.
         places: Held ahead.
-        local_node: The node on the same engine.
     """
 
     def __init__(
@@ -66,13 +64,11 @@ class QuickWrites:
         link: MasterMap,
         segments: SegmentKeys,
         places: ReservedPlaces,
-        local_node: StoreNode | None,
     ) -> None:
         self._core = core
         self._link = link
         self._segments = segments
         self._places = places
-        self._local_node = local_node
         self._shards = link.num_shards
         self._sizes: dict[int, None] = {}  # of what was stored last, the oldest first
         self._paused_until_s = 0.0
@@ -92,10 +88,11 @@ class QuickWrites:
             MasterUnavailable: It did not answer.
             Fenced: This incarnation is out of the cluster.
         """
-        nbytes = part.nbytes
-        space = -(-nbytes // _UNIT) * _UNIT
-        if space not in self._sizes or not is_plain(options):
+        nbytes, space = part.nbytes, _space_of(part.nbytes)
+        if not self.expects(nbytes, options):
             return None
+        if isinstance(part, RegionPiece) and part.region.kind != "host":
+            return None  # the long way says what is wrong
         if self._core.tenant.name:
             (key,) = self._core.tenant.salted((key,))
         shard = 0 if self._shards == 1 else shard_of(key, self._shards)
@@ -118,7 +115,7 @@ class QuickWrites:
 
     def expects(self, nbytes: int, options: PutOptions) -> bool:
         """Tell whether `put` is worth a try."""
-        return -(-nbytes // _UNIT) * _UNIT in self._sizes and is_plain(options)
+        return _space_of(nbytes) in self._sizes and is_plain(options)
 
     def learn(
         self, nbytes: int, options: PutOptions, outcome: PutOutcome, *, again: bool
@@ -136,7 +133,7 @@ class QuickWrites:
             return PutOutcome.STORED
         usual = outcome is PutOutcome.STORED and nbytes <= QUICK_BYTES_MAX and is_plain(options)
         if usual and time.monotonic() >= self._paused_until_s:
-            self._sizes[-(-nbytes // _UNIT) * _UNIT] = None
+            self._sizes[_space_of(nbytes)] = None
             if len(self._sizes) > SIZES_MAX:
                 self._sizes.pop(next(iter(self._sizes)), None)
         return outcome
@@ -244,7 +241,7 @@ class QuickWrites:
             [tenant] if tenant else [], [options.group] if options.group else [],
         )  # fmt: skip
         try:
-            self._tell(where, Written(held, where.segment))
+            self._segments.tell(where.node, Written(held, where.segment))
         except TransferError as error:
             self._lose(place, error)
             self._places.abandon(shard, place.batch)
@@ -311,21 +308,14 @@ class QuickWrites:
         """Let the node know that what is written there is no block: its name was taken."""
         note = Unwritten(key, place.offset, place.where.segment)
         try:
-            self._tell(place.where, note)
+            self._segments.tell(place.where.node, note)
         except TransferError as error:
             self._lose(place, error)
             try:
                 self._segments.get(place.where, deadline_s=time.monotonic() + REACH_S)
-                self._tell(place.where, note)
+                self._segments.tell(place.where.node, note)
             except (NodeUnreachable, TransferError) as again:
                 logger.warning("%s remembers %s: %s", place.where.node, key.hex(), again)
-
-    def _tell(self, where: m.NodeAddress, note: NodeNote) -> None:
-        payload = encode_to_node(note)
-        if where.node == self._core.engine.name and self._local_node is not None:
-            self._local_node.on_notify(where.node, payload)
-        else:
-            self._core.engine.notify(where.node, payload)
 
     def _lose(self, place: ReservedPlace, error: Exception) -> None:
         logger.info("not written to %s: %s", place.where.node, error)
@@ -339,3 +329,7 @@ def is_plain(options: PutOptions) -> bool:
         return True
     unusual = options.chunk_bytes or options.media or options.prefer
     return options.replicas == 1 and not unusual
+
+
+def _space_of(nbytes: int) -> int:
+    return -(-nbytes // _UNIT) * _UNIT

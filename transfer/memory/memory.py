@@ -7,7 +7,6 @@ behind a shrunk end would kill the peer with SIGBUS), and so can we.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ctypes
 import errno
@@ -16,7 +15,6 @@ import functools
 import mmap
 import os
 import platform
-import threading
 import weakref
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Final
 
 import torch
 
+from transfer.memory.by_address import ByAddress
 from transfer.memory.small_pages import small_pages
 
 PAGE_BYTES: Final = mmap.PAGESIZE
@@ -87,7 +86,7 @@ class Memory:
         self.start = self.tensor.data_ptr()
         if self.pages is Pages.PLAIN:
             small_pages.add(self, self.start, nbytes)
-        _live.add(self)
+        _live.add(self.start, weakref.ref(self))
 
     def close(self) -> None:
         """Close the file and forget the tensor; idempotent. Views that are alive stay valid."""
@@ -158,7 +157,8 @@ def memory_of(start: int, nbytes: int) -> tuple[Memory, int] | None:
     So a tensor that is a view of a memory (a KV page, an expert's slab) is as shareable as
     the whole.
     """
-    memory = _live.at_or_below(start)
+    reference = _live.at_or_below(start)
+    memory = reference() if reference is not None else None
     if memory is None or memory.fd < 0:
         return None
     offset = start - memory.start
@@ -240,30 +240,5 @@ def _asks_for_huge() -> bool:
     return False
 
 
-class _LiveMemories:
-    """All live memories by address: they never overlap, so the one below is the only candidate."""
-
-    def __init__(self) -> None:
-        # Reentrant: `Memory.__del__` may run anywhere, even inside `add`.
-        self._lock = threading.RLock()
-        self._starts: list[int] = []
-        self._memories: dict[int, weakref.ref[Memory]] = {}
-
-    def add(self, memory: Memory) -> None:
-        reference = weakref.ref(memory)
-        with self._lock:
-            bisect.insort(self._starts, memory.start)
-            self._memories[memory.start] = reference
-
-    def discard(self, start: int) -> None:
-        with self._lock:
-            if self._memories.pop(start, None) is not None:
-                del self._starts[bisect.bisect_left(self._starts, start)]
-
-    def at_or_below(self, start: int) -> Memory | None:
-        with self._lock:
-            found = bisect.bisect_right(self._starts, start) - 1
-            return self._memories[self._starts[found]]() if found >= 0 else None
-
-
-_live: Final = _LiveMemories()
+# All live memories. A reference, as a memory that nobody holds any more is closed.
+_live: Final = ByAddress[weakref.ref[Memory]]()

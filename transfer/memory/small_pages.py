@@ -10,40 +10,28 @@ An answer that is wrong (memory nobody told of, an address that is used again) c
 
 from __future__ import annotations
 
-import bisect
-import threading
 import weakref
 from typing import Final
+
+from transfer.memory.by_address import ByAddress
 
 
 class SmallPages:
     """Ranges of addresses. Thread-safe."""
 
     def __init__(self) -> None:
-        # Reentrant: an owner may be collected anywhere, even inside `add`.
-        self._lock = threading.RLock()
-        self._starts: list[int] = []
-        self._ends: dict[int, int] = {}
+        self._ends = ByAddress[int]()
 
     def add(self, owner: object, start: int, nbytes: int) -> None:
         """`[start, start + nbytes)` lies in small pages for as long as its owner lives."""
-        with self._lock:
-            if start not in self._ends:
-                bisect.insort(self._starts, start)
-            self._ends[start] = start + nbytes
-        weakref.finalize(owner, self._drop, start, start + nbytes).atexit = False
+        end = start + nbytes
+        self._ends.add(start, end)
+        weakref.finalize(owner, self._ends.discard_if, start, end).atexit = False
 
     def hold(self, start: int, nbytes: int) -> bool:
         """Tell whether all of `[start, start + nbytes)` is known to lie in small pages."""
-        with self._lock:
-            found = bisect.bisect_right(self._starts, start) - 1
-            return found >= 0 and start + nbytes <= self._ends[self._starts[found]]
-
-    def _drop(self, start: int, end: int) -> None:
-        with self._lock:
-            if self._ends.get(start) == end:
-                del self._ends[start]
-                del self._starts[bisect.bisect_left(self._starts, start)]
+        end = self._ends.at_or_below(start)
+        return end is not None and start + nbytes <= end
 
 
 small_pages: Final = SmallPages()
