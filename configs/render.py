@@ -61,8 +61,16 @@ def show(loaded: LoadedConfig) -> str:
 
 
 def _scalar(value: object) -> str:
-    text = yaml.safe_dump(value, width=10_000, allow_unicode=True, default_flow_style=True)
-    return text.removesuffix("...\n").strip()
+    text = _dump(value, allow_unicode=True)
+    # Spaces and line ends outside ASCII are invisible on a page: escaped, they are seen and kept.
+    return text if text.isprintable() else _dump(value, allow_unicode=False)
+
+
+def _dump(value: object, *, allow_unicode: bool) -> str:
+    text = yaml.safe_dump(
+        value, width=10_000, allow_unicode=allow_unicode, default_flow_style=True
+    )
+    return text.removesuffix("...\n").removesuffix("\n")
 
 
 def reference_page() -> str:

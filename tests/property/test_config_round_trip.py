@@ -93,6 +93,16 @@ def test_a_file_round_trips(tmp_path: Path, config: RuntimeConfig) -> None:
     assert load_config(path, environ={}) == config
 
 
+@pytest.mark.parametrize("topic", ["\xa0@", "\u3000#a", "a\u2028", " ", "\ufeffa: b"])
+def test_invisible_characters_are_written_as_escapes(tmp_path: Path, topic: str) -> None:
+    path = tmp_path / "config.yaml"
+    nested = {"model": {"path": "/m"}, "kvstore": {"events": {"topic": topic}}}
+    config = RuntimeConfig.model_validate(nested)
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert path.read_text(encoding="utf-8").isascii()
+    assert load_config(path, environ={}) == config
+
+
 def flags_of(table: dict[str, Any], prefix: str) -> Iterator[str]:
     for key, value in table.items():
         if isinstance(value, dict):
