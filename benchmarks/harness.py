@@ -18,6 +18,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
+# What one benchmark records changes nothing that the next one measures.
+CHANGED = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
 
 
 def machine() -> dict[str, object]:
@@ -37,13 +39,13 @@ def machine() -> dict[str, object]:
 
 
 def commit() -> str:
-    """The commit measured, with `+changes` when tracked files differ from it.
+    """The commit measured, with `+changes` when tracked files but results differ from it.
 
     `unknown` where the files were copied without their history.
     """
     try:
         sha = _git("rev-parse", "--short=12", "HEAD")
-        dirty = _git("status", "--porcelain", "--untracked-files=no")
+        dirty = _git(*CHANGED)
     except (FileNotFoundError, subprocess.CalledProcessError):
         return "unknown"
     return sha + ("+changes" if dirty else "")
@@ -107,7 +109,13 @@ def _git(*arguments: str) -> str:
 
 
 def _processor() -> str:
+    """Its name with family and model: a virtual machine's name alone tells no generation."""
+    known: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+        name, _, value = line.partition(":")
+        known.setdefault(name.strip(), value.strip())
+    if "model name" not in known:
+        return platform.processor()
+    if "cpu family" not in known:
+        return known["model name"]
+    return f"{known['model name']} (family {known['cpu family']}, model {known['model']})"

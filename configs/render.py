@@ -67,9 +67,7 @@ def _scalar(value: object) -> str:
 
 
 def _dump(value: object, *, allow_unicode: bool) -> str:
-    text = yaml.safe_dump(
-        value, width=10_000, allow_unicode=allow_unicode, default_flow_style=True
-    )
+    text = yaml.safe_dump(value, width=10_000, allow_unicode=allow_unicode, default_flow_style=True)
     return text.removesuffix("...\n").removesuffix("\n")
 
 
