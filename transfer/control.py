@@ -19,7 +19,7 @@ import zmq
 from transfer.curve import secure_client, secure_server
 from transfer.errors import ControlError, RemoteError, RpcTimeout
 from transfer.local_exchange import Exchange
-from transfer.local_rpc import ANYWHERE, Line, is_ours, socket_name
+from transfer.local_rpc import Line, find_line
 
 logger = logging.getLogger(__name__)
 
@@ -289,16 +289,10 @@ class RpcClient:
         if self._socket is not None and now < self._look_at:
             return None
         self._look_at = now + _LOOK_AGAIN_S
-        host, _, port = self.address.rpartition(":")
-        if not is_ours(host):
-            return None
-        for address in (self.address, f"{ANYWHERE[0]}:{port}"):
-            name = socket_name(address, self._secret)
-            line = Line.open(name, self._secret, self._identity, deadline)
-            if line is not None:
-                self._drop_socket()
-                return line
-        return None
+        line = find_line(self.address, self._secret, self._identity, deadline)
+        if line is not None:
+            self._drop_socket()
+        return line
 
     def _connected(self) -> zmq.Socket[bytes]:
         if self._context is None:

@@ -6,6 +6,9 @@
 
 `RpcClient` is cheaper for one server (its caller does the work), but it knows a dead one only by
 its silence. Here the end of a connection ends the requests that were under way on it at once.
+
+Servers of the caller's own host are asked by the caller itself (`transfer.local_lines`) where
+nobody needs to know the moment in which a connection ends that nothing is under way on (`on_lost`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from transfer.control import MESSAGE_BYTES_MAX, read_reply
 from transfer.curve import secure_client
 from transfer.errors import ControlError, RpcTimeout
+from transfer.local_lines import LocalLines
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +89,9 @@ class RpcFanOut:
         self._secret = secret
         self._identity = identity
         self._on_lost = on_lost
+        self._local: LocalLines | None = None
+        if on_lost is None:
+            self._local = LocalLines(secret, identity=identity, nbytes_max=MESSAGE_BYTES_MAX)
         self._lock = threading.Lock()  # the queue, and starting and closing
         self._queue: deque[_Round] = deque()
         self._forgotten: deque[str] = deque()
@@ -106,9 +113,31 @@ class RpcFanOut:
         """
         if not calls:
             return []
+        if self._closed:
+            raise ControlError("the client is closed")
+        if self._local is None:
+            return self._wait(self._begin(calls, timeout_s))
+        far: list[tuple[list[int], _Round]] = []
+        near = self._local.request(
+            calls,
+            timeout_s,
+            lambda idxs: far.append((idxs, self._begin([calls[i] for i in idxs], timeout_s))),
+        )
+        replies: dict[int, Reply] = {
+            idx: _judge(reply, calls[idx][0]) for idx, reply in near.items()
+        }
+        for idxs, sent in far:
+            replies.update(zip(idxs, self._wait(sent), strict=True))
+        return [replies[idx] for idx in range(len(calls))]
+
+    def _begin(self, calls: Sequence[tuple[str, bytes]], timeout_s: float) -> _Round:
         sent = _Round(calls, timeout_s)
         if not self._hand_over(sent):
             raise ControlError("the client is closed")
+        return sent
+
+    @staticmethod
+    def _wait(sent: _Round) -> list[Reply]:
         sent.done.wait()
         return [reply for reply in sent.replies if reply is not None]
 
@@ -119,13 +148,20 @@ class RpcFanOut:
 
     def forget(self, address: str) -> None:
         """Close the connection to a server that is not asked any more."""
+        if self._local is not None:
+            self._local.forget(address)
         with self._lock:
             if self._thread is not None and not self._closed:
                 self._forgotten.append(address)
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """End what is under way with ControlError, and free the sockets; idempotent."""
+        """End what is under way with ControlError, and free the sockets; idempotent.
+
+        A request to a server of this host that is under way ends by itself.
+        """
+        if self._local is not None:
+            self._local.close()
         with self._lock:
             thread, closed = self._thread, self._closed
             self._closed = True
@@ -282,3 +318,12 @@ class RpcFanOut:
         for sent, idx in line.waiting.values():
             sent.settle(idx, error)
         line.close()
+
+
+def _judge(reply: bytes | ControlError, address: str) -> Reply:
+    if isinstance(reply, ControlError):
+        return reply
+    try:
+        return read_reply(reply, address)
+    except ControlError as error:
+        return error

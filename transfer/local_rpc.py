@@ -69,6 +69,22 @@ def frame(*parts: bytes) -> bytes:
     return b"".join((LENGTH.pack(sum(map(len, parts))), *parts))
 
 
+def find_line(address: str, secret: bytes, identity: str, deadline_s: float) -> Line | None:
+    """Connect to the server at "host:port" if it is one of this host; else None, at once.
+
+    Raises:
+        TimeoutError: It is there, and did not answer in time.
+    """
+    host, _, port = address.rpartition(":")
+    if not is_ours(host):
+        return None
+    for name in (address, f"{ANYWHERE[0]}:{port}"):
+        line = Line.open(socket_name(name, secret), secret, identity, deadline_s)
+        if line is not None:
+            return line
+    return None
+
+
 class LineBroken(ControlError):
     """The connection ended before the reply: the request may or may not have been handled."""
 
@@ -85,9 +101,11 @@ class Line:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._ask = self._ask_in_python
+        self._send, self._receive = self._send_in_python, self._receive_in_python
         if native.compiled is not None:
             sock.settimeout(None)  # the compiled way sees to the deadlines
-            self._ask = native.compiled.LocalLine(sock.fileno()).ask
+            compiled = native.compiled.LocalLine(sock.fileno())
+            self._ask, self._send, self._receive = compiled.ask, compiled.send, compiled.receive
 
     @classmethod
     def open(cls, name: bytes, secret: bytes, identity: str, deadline_s: float) -> Line | None:
@@ -123,11 +141,41 @@ class Line:
         except ConnectionError as error:
             raise LineBroken(str(error)) from error
 
+    def send(self, request: bytes, deadline_s: float) -> bool:
+        """Send a request without waiting for its reply; False if nothing of it can be handled.
+
+        Raises:
+            TimeoutError: It was not taken in time.
+        """
+        return bool(self._send(request, deadline_s))
+
+    def receive(self, nbytes_max: int, deadline_s: float) -> bytes:
+        """Wait for the reply to what was sent.
+
+        Raises:
+            TimeoutError: No reply in time.
+            LineBroken: There will be none.
+        """
+        try:
+            return self._receive(deadline_s, nbytes_max)
+        except ConnectionError as error:
+            raise LineBroken(str(error)) from error
+
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
 
+    def detach(self) -> socket.socket:
+        """Return the connection, which is the caller's from now on, and not blocking."""
+        self._socket.setblocking(False)
+        return self._socket
+
     def _ask_in_python(self, request: bytes, deadline_s: float, nbytes_max: int, /) -> bytes | None:
+        if not self._send_in_python(request, deadline_s):
+            return None
+        return self._receive_in_python(deadline_s, nbytes_max)
+
+    def _send_in_python(self, request: bytes, deadline_s: float, /) -> bool | None:
         self._socket.settimeout(_left(deadline_s))
         try:
             self._socket.sendall(LENGTH.pack(len(request)) + request)
@@ -135,6 +183,9 @@ class Line:
             raise
         except OSError:
             return None  # of an incomplete frame nothing is handled
+        return True
+
+    def _receive_in_python(self, deadline_s: float, nbytes_max: int, /) -> bytes:
         return _receive(self._socket, nbytes_max, deadline_s)
 
 

@@ -3,6 +3,7 @@
     one master      ask ──▶ MasterLink, in the caller's thread
     several         ask ──▶ Plan: one part per shard ──▶ RpcFanOut ──▶ merged reply
                                  └── again, for those that did not answer and may ──┘
+                    masters of this host are asked in the caller's thread too, all at once
 
 Who leads a shard comes from the directory. Changes of the pool are patient: within their deadline
 they are asked again when a master does not answer or another takes its place, which is safe since

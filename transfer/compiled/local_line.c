@@ -1,4 +1,5 @@
-/* A caller's end of a local control channel: one request, then its reply, within a deadline.
+/* A caller's end of a local control channel: one request, then its reply, within a deadline. The two
+ * halves are there by themselves too, for who asks several servers at once.
  *
  * Two system calls where nothing is unusual: the kernel itself wakes a waiting `recv` now and then
  * (SO_RCVTIMEO) to look at the deadline, so that it need not be told of each. */
@@ -191,52 +192,92 @@ static PyObject *line_end(const LineCall *call, LineOutcome outcome, PyObject *b
     return none;
 }
 
+/* Start a call; `request` may be NULL: nothing is to be sent. */
+static bool line_begin(LineCall *call, LocalLine *line, PyObject *request, PyObject *deadline_s)
+{
+    call->line = line;
+    call->request = NULL;
+    call->request_bytes = call->arrived = call->reply_bytes = call->reply_bytes_max = 0;
+    call->sent = LINE_HEAD_BYTES;
+    call->body = NULL;
+    if (request && !PyBytes_Check(request)) {
+        PyErr_SetString(PyExc_TypeError, "a request is bytes");
+        return false;
+    }
+    if (request) {
+        call->request = PyBytes_AS_STRING(request);
+        call->request_bytes = (size_t)PyBytes_GET_SIZE(request);
+        call->sent = 0;
+    }
+    if (call->request_bytes > UINT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "a request of %zu bytes", call->request_bytes);
+        return false;
+    }
+    call->deadline_s = PyFloat_AsDouble(deadline_s);
+    return !PyErr_Occurred();
+}
+
+/* Send what is to be sent and, unless only that is wanted, take the reply. */
+static PyObject *line_go(LineCall *call, bool receive)
+{
+    PyObject *body = NULL;
+    LineOutcome outcome;
+    for (;;) {
+        Py_BEGIN_ALLOW_THREADS
+        outcome = call->sent < LINE_HEAD_BYTES + call->request_bytes ? line_send(call) : LINE_DONE;
+        if (outcome == LINE_DONE && receive)
+            outcome = line_receive(call);
+        Py_END_ALLOW_THREADS
+        bool failed = false;
+        if (outcome == LINE_WANTS_BODY)
+            failed = !(body = line_make_body(call));
+        else if (outcome == LINE_INTERRUPTED)
+            failed = PyErr_CheckSignals() < 0;
+        else
+            return outcome == LINE_DONE && !receive ? Py_NewRef(Py_True)
+                                                    : line_end(call, outcome, body);
+        if (failed) {
+            Py_XDECREF(body);
+            return NULL;
+        }
+    }
+}
+
 PyDoc_STRVAR(line_ask_doc,
              "ask(request, deadline_s, reply_bytes_max)\n--\n\nSend a request and wait for the "
              "reply; None if nothing of the request can have been handled.");
 
 static PyObject *line_ask(LocalLine *line, PyObject *const *args, Py_ssize_t count)
 {
-    if (check_count(count, 3, "ask"))
-        return NULL;
-    if (!PyBytes_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "a request is bytes");
-        return NULL;
-    }
     LineCall call;
-    call.line = line;
-    call.request = PyBytes_AS_STRING(args[0]);
-    call.request_bytes = (size_t)PyBytes_GET_SIZE(args[0]);
-    call.sent = call.arrived = call.reply_bytes = 0;
-    call.body = NULL;
-    call.deadline_s = PyFloat_AsDouble(args[1]);
+    if (check_count(count, 3, "ask") || !line_begin(&call, line, args[0], args[1]))
+        return NULL;
     call.reply_bytes_max = PyLong_AsSize_t(args[2]);
-    if (PyErr_Occurred())
+    return PyErr_Occurred() ? NULL : line_go(&call, true);
+}
+
+PyDoc_STRVAR(line_send_doc,
+             "send(request, deadline_s)\n--\n\nSend a request, whose reply `receive` takes; None "
+             "if nothing of it can have been handled.");
+
+static PyObject *line_send_only(LocalLine *line, PyObject *const *args, Py_ssize_t count)
+{
+    LineCall call;
+    if (check_count(count, 2, "send") || !line_begin(&call, line, args[0], args[1]))
         return NULL;
-    if (call.request_bytes > UINT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "a request of %zu bytes", call.request_bytes);
+    return line_go(&call, false);
+}
+
+PyDoc_STRVAR(line_receive_doc,
+             "receive(deadline_s, reply_bytes_max)\n--\n\nWait for the reply to what was sent.");
+
+static PyObject *line_receive_only(LocalLine *line, PyObject *const *args, Py_ssize_t count)
+{
+    LineCall call;
+    if (check_count(count, 2, "receive") || !line_begin(&call, line, NULL, args[0]))
         return NULL;
-    }
-    PyObject *body = NULL;
-    LineOutcome outcome;
-    for (;;) {
-        Py_BEGIN_ALLOW_THREADS
-        outcome = call.sent < LINE_HEAD_BYTES + call.request_bytes ? line_send(&call) : LINE_DONE;
-        if (outcome == LINE_DONE)
-            outcome = line_receive(&call);
-        Py_END_ALLOW_THREADS
-        bool failed = false;
-        if (outcome == LINE_WANTS_BODY)
-            failed = !(body = line_make_body(&call));
-        else if (outcome == LINE_INTERRUPTED)
-            failed = PyErr_CheckSignals() < 0;
-        else
-            return line_end(&call, outcome, body);
-        if (failed) {
-            Py_XDECREF(body);
-            return NULL;
-        }
-    }
+    call.reply_bytes_max = PyLong_AsSize_t(args[1]);
+    return PyErr_Occurred() ? NULL : line_go(&call, true);
 }
 
 static PyObject *line_new(PyTypeObject *type, PyObject *args, PyObject *names)
@@ -255,6 +296,8 @@ static PyObject *line_new(PyTypeObject *type, PyObject *args, PyObject *names)
 
 static PyMethodDef line_methods[] = {
     {"ask", (PyCFunction)(void (*)(void))line_ask, METH_FASTCALL, line_ask_doc},
+    {"send", (PyCFunction)(void (*)(void))line_send_only, METH_FASTCALL, line_send_doc},
+    {"receive", (PyCFunction)(void (*)(void))line_receive_only, METH_FASTCALL, line_receive_doc},
     {NULL, NULL, 0, NULL},
 };
 
