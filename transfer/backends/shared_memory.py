@@ -8,7 +8,6 @@ for reading only, the bounds by this side: a mapped memory is mapped as a whole.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import threading
 import weakref
@@ -18,6 +17,7 @@ import numpy as np
 
 from transfer import native
 from transfer.errors import AccessRefused
+from transfer.memory.huge_pages import AlignedMapping
 from transfer.memory.memory import SEALS, has_small_pages, populate
 from transfer.memory.region import Access, Bytes, RegionKey
 from transfer.memory.small_pages import small_pages
@@ -27,10 +27,9 @@ class MappedMemory:
     """A peer's memory file, mapped here until the last window on it is gone."""
 
     def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=protection)
+        mapped = AlignedMapping(descriptor, nbytes, writable=writable)
         populate(mapped, writable=writable)
-        self.array: Bytes = np.frombuffer(mapped, dtype=np.uint8)
+        self.array: Bytes = np.frombuffer(mapped.buffer, dtype=np.uint8)
         if has_small_pages(descriptor):
             small_pages.add(self, self.array.ctypes.data, nbytes)
 

@@ -23,6 +23,7 @@ from typing import Final
 import torch
 
 from transfer.memory.by_address import ByAddress
+from transfer.memory.huge_pages import AlignedMapping, collapse, huge_page_bytes
 from transfer.memory.small_pages import small_pages
 
 PAGE_BYTES: Final = mmap.PAGESIZE
@@ -35,6 +36,9 @@ _MADV_POPULATE_WRITE: Final = 23
 _MPOL_PREFERRED: Final = 1
 _MBIND: Final = {"x86_64": 237, "aarch64": 235, "riscv64": 235}
 
+# How a peer knows that a file is in huge pages: the kernel tells it nothing of them.
+COLLAPSED_NAME: Final = "moe-runtime-huge"
+
 _NODES: Final = Path("/sys/devices/system/node/online")
 _SHMEM_HUGE: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MEMINFO: Final = Path("/proc/meminfo")
@@ -44,13 +48,18 @@ class Pages(StrEnum):
     """What a memory is made of.
 
     POOL: huge pages that the administrator has set aside (vm.nr_hugepages).
-    TRANSPARENT: the kernel was asked for huge pages, and uses them where it can.
+    TRANSPARENT: huge pages of the kernel's own making, except for what is behind the last whole
+        one. Where memory files have them by policy, they are used as far as the kernel can.
     PLAIN: pages of the base size.
     """
 
     POOL = "pool"
     TRANSPARENT = "transparent"
     PLAIN = "plain"
+
+
+class _NotHugeError(Exception):
+    """The kernel made no huge pages of a new file."""
 
 
 class Memory:
@@ -82,7 +91,7 @@ class Memory:
             mapped = self._make_plain(nbytes, huge_pages=huge_pages)
         # The tensor keeps the mapping alive. Never close the mapping by hand: torch holds a
         # bare pointer into it, and reading that after an unmap kills the process.
-        self.tensor = torch.frombuffer(mapped, dtype=torch.uint8)[:nbytes]
+        self.tensor = torch.frombuffer(mapped.buffer, dtype=torch.uint8)[:nbytes]
         self.start = self.tensor.data_ptr()
         if self.pages is Pages.PLAIN:
             small_pages.add(self, self.start, nbytes)
@@ -101,7 +110,7 @@ class Memory:
             _live.discard(self.start)
             os.close(self.fd)
 
-    def _make_huge(self, nbytes: int) -> mmap.mmap | None:
+    def _make_huge(self, nbytes: int) -> AlignedMapping | None:
         page_bytes, free = _pool() if nbytes >= HUGE_BYTES_MIN else (0, 0)
         file_bytes = -(-nbytes // page_bytes) * page_bytes if page_bytes else 0
         # A small memory would waste most of a huge page.
@@ -113,20 +122,31 @@ class Memory:
         except OSError:
             return None  # others were faster
 
-    def _make_plain(self, nbytes: int, *, huge_pages: bool) -> mmap.mmap:
-        self.pages = Pages.TRANSPARENT if huge_pages and _asks_for_huge() else Pages.PLAIN
-        return self._make(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, 0)
+    def _make_plain(self, nbytes: int, *, huge_pages: bool) -> AlignedMapping:
+        file_bytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        if huge_pages:
+            self.pages = Pages.TRANSPARENT
+            if _asks_for_huge():
+                return self._make(file_bytes, 0)
+            if 0 < huge_page_bytes() <= nbytes:
+                with contextlib.suppress(_NotHugeError):
+                    return self._make(file_bytes, 0, collapsed=True)
+        self.pages = Pages.PLAIN
+        return self._make(file_bytes, 0)
 
-    def _make(self, file_bytes: int, flags: int) -> mmap.mmap:
-        fd = os.memfd_create("moe-runtime", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    def _make(self, file_bytes: int, flags: int, *, collapsed: bool = False) -> AlignedMapping:
+        name = COLLAPSED_NAME if collapsed else "moe-runtime"
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
             os.ftruncate(fd, file_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            mapped = mmap.mmap(fd, file_bytes, flags=mmap.MAP_SHARED)
-            if self.pages is Pages.TRANSPARENT:
+            mapped = AlignedMapping(fd, file_bytes)
+            if self.pages is Pages.TRANSPARENT and not collapsed:
                 mapped.madvise(mmap.MADV_HUGEPAGE)
             if self.numa_node is not None and len(numa_nodes()) > 1:
-                prefer_node(mapped, self.numa_node)
+                prefer_node(mapped.buffer, self.numa_node)
+            if collapsed and not collapse(mapped):
+                raise _NotHugeError
             populate(mapped, writable=True)
         except BaseException:
             os.close(fd)
@@ -167,10 +187,14 @@ def memory_of(start: int, nbytes: int) -> tuple[Memory, int] | None:
 
 def has_small_pages(descriptor: int) -> bool:
     """Tell whether a memory file lies in pages of the base size."""
-    return os.fstat(descriptor).st_blksize <= PAGE_BYTES and not _asks_for_huge()
+    if os.fstat(descriptor).st_blksize > PAGE_BYTES or _asks_for_huge():
+        return False
+    with contextlib.suppress(OSError):  # no /proc
+        return f"/memfd:{COLLAPSED_NAME} " not in os.readlink(f"/proc/self/fd/{descriptor}")
+    return True
 
 
-def populate(mapped: mmap.mmap, *, writable: bool) -> None:
+def populate(mapped: AlignedMapping, *, writable: bool) -> None:
     """Map all pages now, so that no copy pays for it.
 
     Pages mapped by a read (MAP_POPULATE reads shared ones) are clean, and the first store into
@@ -199,7 +223,7 @@ def numa_nodes() -> tuple[int, ...]:
     return (0,)
 
 
-def prefer_node(mapped: mmap.mmap, node: int) -> None:
+def prefer_node(mapped: mmap.mmap | memoryview, node: int) -> None:
     """Have a mapping's pages, for all who map the same file, come from a NUMA node.
 
     Raises:
