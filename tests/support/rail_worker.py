@@ -52,14 +52,14 @@ class Chat:
         self._thread: threading.Thread | None = None
         self.heard: list[int] = []
         self.lost: list[str] = []
-        self.lost_at = 0.0
+        self.is_lost = threading.Event()
         self.num_said = 0
         engine.on_notify(lambda _, payload: self.heard.append(int(payload)))
         engine.on_peer_lost(self._on_lost)
 
     def _on_lost(self, _name: str, evidence: str) -> None:
         self.lost.append(evidence)
-        self.lost_at = time.monotonic()
+        self.is_lost.set()
 
     def start(self, name: str) -> None:
         self._thread = threading.Thread(target=self._talk, args=(name,))
@@ -84,7 +84,6 @@ class Chat:
             "heard": len(self.heard),
             "in_order": self.heard == list(range(len(self.heard))),
             "lost": self.lost,
-            "lost_at": self.lost_at,
             "resumes": self._engine.statistics().control_resumes,
         }
 
@@ -99,6 +98,7 @@ def own(engine: TransferEngine, chat: Chat) -> None:
     if final.get("chat"):
         chat.start(asker["name"])
         final = hear()
+        chat.is_lost.wait(final.get("until_lost_s", 0.0))
         chat.stop()
         say(stopped=True)
         final = hear()
@@ -168,16 +168,22 @@ def compare(engine: TransferEngine, seconds: float, message_bytes: int) -> None:
     source = engine.register(allocate(NBYTES))
     say(started=True)
 
-    def time_messages() -> list[float]:
-        took = []
+    def bytes_done() -> int:
+        return sum(rail.bytes for rail in engine.statistics().rails)
+
+    def time_messages() -> tuple[list[float], list[int]]:
+        """How long each took, and how many bytes of other transfers were done meanwhile."""
+        took, passed = [], []
         end = time.monotonic() + seconds
         while time.monotonic() < end:
+            done = bytes_done()
             begin = time.perf_counter()
             engine.write(owner["name"], source, key, 0, 0, message_bytes, immediate=1,
                          priority=Priority.ACTIVATIONS).wait()  # fmt: skip
             took.append(time.perf_counter() - begin)
+            passed.append(bytes_done() - done - message_bytes)
             time.sleep(0.002)
-        return sorted(took)
+        return sorted(took), sorted(passed)
 
     stop = threading.Event()
     moved = [0]
@@ -194,12 +200,12 @@ def compare(engine: TransferEngine, seconds: float, message_bytes: int) -> None:
             transfer.wait()
 
     time_messages()
-    quiet = time_messages()
+    quiet, _ = time_messages()
     bulk = threading.Thread(target=saturate)
     bulk.start()
     try:
-        beside = time_messages()
-        rate = moved[0] / seconds
+        beside, passed = time_messages()
+        bulk_bytes = moved[0]
     finally:
         stop.set()
         bulk.join()
@@ -207,7 +213,7 @@ def compare(engine: TransferEngine, seconds: float, message_bytes: int) -> None:
         f"{name}_{which}_us": round(took[int(len(took) * part)] * 1e6, 1)
         for name, took in (("quiet", quiet), ("beside", beside))
         for which, part in (("p50", 0.5), ("p99", 0.99))
-    }, count=len(beside), bulk_bytes_per_s=rate)  # fmt: skip
+    }, count=len(beside), bulk_bytes=bulk_bytes, passed_p50=passed[len(passed) // 2])  # fmt: skip
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from tests.support.worker_process import Worker
 # Longer than the kernel keeps a connection of ours that gets no answer.
 CUT_S = 16.0
 SETTLE_S = 3.0
+LOST_S_MAX = 30.0
 SECONDS = 1.0 + CUT_S + SETTLE_S + 10.0 + SETTLE_S
 
 __all__ = ["wires"]
@@ -87,11 +88,9 @@ def test_a_peer_that_is_killed_while_a_rail_is_cut_is_lost_soon(wires: Wires, wh
         time.sleep(1.0)
         wires.swallow(0)
         time.sleep(2.5)  # the control connection runs over rail 1 by now
-        killed_at = time.monotonic()
         victim.process.send_signal(signal.SIGKILL)
-        time.sleep(2.0)
         if who == "asker":
-            owner.say(stop=True)
+            owner.say(stop=True, until_lost_s=LOST_S_MAX)
             assert owner.hear()["stopped"]
             owner.say(seed=0)
             chat = owner.hear()["chat"]
@@ -99,10 +98,9 @@ def test_a_peer_that_is_killed_while_a_rail_is_cut_is_lost_soon(wires: Wires, wh
             assert "PeerLost" in asker.hear()["errors"][-1], "what was under way has failed"
             asker.say(tell=True)
             chat = asker.hear()["chat"]
-        took_s = chat["lost_at"] - killed_at
-        print(f"\nlost after {took_s * 1e3:.0f} ms: {chat['lost']}")
         assert len(chat["lost"]) == 1
-        assert took_s < 1.5
+        # Not by the end of its patience, as for a peer whose machine has vanished.
+        assert "no way leads to it" not in chat["lost"][0], chat["lost"]
     finally:
         owner.end()
         asker.end()

@@ -1,4 +1,4 @@
-"""Messages of a dispatcher beside a bulk transfer that saturates the same rail: measured."""
+"""Messages of a dispatcher beside a bulk transfer that saturates the same rail: they pass it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tests.support.worker_process import Worker
 
 MESSAGE_BYTES = 32 << 10
 SECONDS = 2.0
-# A noisy machine with few cores cannot keep the aim of 1.2; what it keeps is that nobody waits
-# for the megabytes that are queued: those would be tens of milliseconds.
-P50_RATIO_MAX = 20.0
+# Three writes of bulk are under way at any time: whoever queued behind them would see at least two
+# of them done before itself.
+BULK_BYTES = 8 << 20
 
 
 def test_messages_pass_a_saturating_bulk_transfer() -> None:
@@ -28,5 +28,5 @@ def test_messages_pass_a_saturating_bulk_transfer() -> None:
         asker.end()
     ratio = report["beside_p99_us"] / report["quiet_p99_us"]
     print(f"\np99 beside bulk / quiet: {ratio:.2f}; {report}")
-    assert report["bulk_bytes_per_s"] > 1e7, "the bulk transfer does move"
-    assert report["beside_p50_us"] < P50_RATIO_MAX * report["quiet_p50_us"], report
+    assert report["bulk_bytes"] >= BULK_BYTES, "the bulk transfer does move"
+    assert report["passed_p50"] < BULK_BYTES, report
