@@ -27,6 +27,12 @@ setup(
             optional=True,
         ),
         Extension(
+            "kvstore._rows",
+            ["kvstore/rows.c"],
+            extra_compile_args=["-O2", "-Wall", "-Wextra"],
+            optional=True,
+        ),
+        Extension(
             "moe_runtime.models._tiles",
             ["moe_runtime/models/tiles.c"],
             extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra"],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
 
+from kvstore import row_loops
+from kvstore.eviction.policy import MayGo
 from kvstore.eviction.rows import FIRST_QUEUE, HELD, NOWHERE, UNKNOWN, EvictionRows, RowQueue
 
 
@@ -30,17 +33,12 @@ class LeastRecentlyUsed:
     def admit(self, rows: Sequence[int], parents: Sequence[Hashable | None] = ()) -> None:
         """Enter blocks as the youngest."""
         del parents
-        place = self._place
-        for row in rows:
-            place[row] = FIRST_QUEUE
+        row_loops.fill(self._place, rows, FIRST_QUEUE)
         self._queue.extend(rows)
 
     def touch(self, rows: Sequence[int]) -> None:
         """Make blocks the youngest."""
-        place, renew = self._place, self._queue.renew
-        for row in rows:
-            if place[row] == FIRST_QUEUE:
-                renew(row)
+        self._queue.renew_all(row_loops.where(self._place, rows, FIRST_QUEUE))
 
     def hold(self, row: int) -> None:
         """Take a block out of the queue."""
@@ -65,10 +63,16 @@ class LeastRecentlyUsed:
             self._queue.remove(row)
         self._place[row] = UNKNOWN
 
-    def evict(self, count: int, busy: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
+    def evict(self, count: int, busy: array[int], may_go: MayGo) -> list[int]:
         """Forget the oldest."""
         queue, place, newer = self._queue, self._place, self._newer
-        rows: list[int] = []
+        rows = queue.first(count + 1)
+        following = rows.pop() if len(rows) > count else NOWHERE
+        if row_loops.all_are(busy, rows, 0) and may_go.all_may(rows):  # as nearly always
+            row_loops.fill(place, rows, UNKNOWN)
+            queue.cut(len(rows), following)
+            return rows
+        rows = []
         row = queue.oldest
         while row != NOWHERE and len(rows) < count:
             following = newer[row]

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
+
+
+class MayGo(Protocol):
+    """Which blocks may go in one run of evictions."""
+
+    def __call__(self, row: int) -> bool:
+        """Tell of one."""
+
+    def all_may(self, rows: Sequence[int]) -> bool:
+        """Tell whether all of these may."""
 
 
 class EvictionPolicy(Protocol):
@@ -48,7 +59,7 @@ class EvictionPolicy(Protocol):
             evicted: It made room for another, so that its return would tell something.
         """
 
-    def evict(self, count: int, busy: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
+    def evict(self, count: int, busy: array[int], may_go: MayGo) -> list[int]:
         """Forget, as evicted, what should go next, and return it: in order, at most so many.
 
         Args:

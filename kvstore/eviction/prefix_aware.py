@@ -18,12 +18,14 @@ comes back there when its last child goes:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
 from kvstore.eviction.gone import GoneBlocks
 from kvstore.eviction.hit_rate import USE_CLASSES, HitRates
+from kvstore.eviction.policy import MayGo
 from kvstore.eviction.rows import FIRST_QUEUE, HELD, NOWHERE, UNKNOWN, EvictionRows, RowQueue
 
 GONE_MIN: Final = 1 << 15  # names gone: also a small cache must see what it loses
@@ -126,7 +128,7 @@ class PrefixAware:
         else:
             self._rates.leave(self._rows.uses[row], self._rows.ticks[row])
 
-    def evict(self, count: int, busy: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
+    def evict(self, count: int, busy: array[int], may_go: MayGo) -> list[int]:
         """Forget what `victim` names, and remember what is known of it."""
         places, uses, parents = self._rows.place, self._rows.uses, self._rows.parents
         newer = self._rows.newer

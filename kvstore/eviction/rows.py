@@ -12,7 +12,9 @@ from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Final
 
-NOWHERE: Final = -1
+from kvstore import row_loops
+from kvstore.row_loops import NOWHERE as NOWHERE
+
 UNKNOWN: Final = 0  # in `EvictionRows.place`: the row is known to no policy
 HELD: Final = 1  # known, and in no queue
 FIRST_QUEUE: Final = 2  # further values number the queues of a policy
@@ -107,17 +109,8 @@ class RowQueue:
         """Enter rows, the last one as the youngest."""
         if not rows:
             return
-        older, newer = self._older, self._newer
-        before = self.youngest
-        for row in rows:
-            older[row] = before
-            if before == NOWHERE:
-                self.oldest = row
-            else:
-                newer[before] = row
-            before = row
-        newer[before] = NOWHERE
-        self.youngest = before
+        ends = self.oldest, self.youngest
+        self.oldest, self.youngest = row_loops.extend(self._older, self._newer, rows, *ends)
         self.length += len(rows)
 
     def push_oldest(self, row: int) -> None:
@@ -159,6 +152,15 @@ class RowQueue:
         if row != self.youngest:
             self.remove(row)
             self.push(row)
+
+    def renew_all(self, rows: Sequence[int]) -> None:
+        """Make rows of this queue the youngest, one after the other."""
+        ends = self.oldest, self.youngest
+        self.oldest, self.youngest = row_loops.renew(self._older, self._newer, rows, *ends)
+
+    def first(self, count: int) -> list[int]:
+        """Return the oldest rows in their order, at most so many."""
+        return row_loops.follow(self._newer, self.oldest, count)
 
     def oldest_where(self, may_go: Callable[[int], bool]) -> int | None:
         """Return the oldest row that may go, or None if none of the oldest `LOOKED_AT_MAX` may.

@@ -7,11 +7,13 @@ queue if they return while their name is remembered. Sizes follow the number of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
 from kvstore.eviction.gone import GoneBlocks
+from kvstore.eviction.policy import MayGo
 from kvstore.eviction.rows import FIRST_QUEUE, HELD, UNKNOWN, EvictionRows, RowQueue
 
 PROBATION_SHARE: Final = 0.1
@@ -104,7 +106,7 @@ class S3Fifo:
         if evicted and place == PROBATION:
             self._remember([self._names[row]], len(self))
 
-    def evict(self, count: int, busy: Sequence[int], may_go: Callable[[int], bool]) -> list[int]:
+    def evict(self, count: int, busy: array[int], may_go: MayGo) -> list[int]:
         """Forget what `victim` names; remember the names of those that were on probation."""
         place, names, probation, main = self._place, self._names, self._probation, self._main
         rows: list[int] = []

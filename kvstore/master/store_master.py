@@ -89,7 +89,7 @@ class StoreMaster:
         # What a request starts ends no sooner; nor does a shorter pause excuse anybody.
         self._soonest_s = min(timing.lease_s, timing.silence_s, timing.put_s)
         self._pause_s_max = min(timing.silence_s * DEAF_SHARE, timing.lease_s * ASLEEP_SHARE)
-        self._catalog.last_copy_id = last_copy_id
+        self._catalog.planned.last_id = last_copy_id
         self._planning = Planning(self._catalog, policies or PolicyConfig())
         abandoned = AbandonedBatches(self._catalog)
         self._settling = Settling(self._catalog)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from kvstore import row_loops
 from kvstore.checksum import table_bytes
 from kvstore.master.abandoned import AbandonedBatches
 from kvstore.master.books.allocator import padded
@@ -98,16 +99,21 @@ class Writing:
         )
         outcomes, new = self._sort_out(request, batch, tenant, now)
         lengths = request.lengths
-        by_length: dict[int, list[int]] = {}
-        for position in new:
-            by_length.setdefault(lengths[position], []).append(position)
+        by_length: dict[int, Sequence[int]] = {}
+        if new and lengths.count(lengths[0]) == len(lengths):  # as nearly always
+            by_length[lengths[0]] = new
+        else:
+            sorted_out: dict[int, list[int]] = {}
+            for position in new:
+                sorted_out.setdefault(lengths[position], []).append(position)
+            by_length.update(sorted_out)
         for positions in by_length.values():
             self._place_all(request, positions, batch, tenant, candidates, outcomes)
         return outcomes
 
     def _sort_out(
         self, request: m.Allocate, batch: PutBatch, tenant: Tenant, now: float
-    ) -> tuple[list[m.PutOutcome], Iterable[int]]:
+    ) -> tuple[list[m.PutOutcome], Sequence[int]]:
         """Return what to answer of each block, and the positions of those that need a place."""
         catalog, chunk = self._catalog, request.chunk_bytes
         index, writers = catalog.index.rows, catalog.puts.writers
@@ -137,7 +143,7 @@ class Writing:
                 fresh[key] = position
                 outcome = m.PutOutcome.GRANTED  # unless it can't be placed
             outcomes.append(outcome)
-        return outcomes, fresh.values()
+        return outcomes, list(fresh.values())
 
     def _place_all(
         self,
@@ -153,15 +159,16 @@ class Writing:
         space = padded(length + table_bytes(length, request.chunk_bytes))
         rows: list[int] = []
         if batch.replicas == 1 and tenant.quota_bytes is None:
-            keys = [request.keys[position] for position in positions]
+            keys, sums = request.keys, request.checksums or [0] * len(request.keys)
+            if len(positions) < len(keys):
+                keys = [keys[position] for position in positions]
+                sums = [sums[position] for position in positions]
             lengths = [length] * len(keys)
             rows = catalog.pool.place_free(keys, lengths, space, candidates)
             rest = slice(len(rows), None)
             rows += catalog.pool.place_over(keys[rest], lengths[rest], space, candidates)
-            placed = positions[: len(rows)]
-            checksums = [_checksum_of(request, position) for position in placed]
-            catalog.describe(rows, checksums, request.chunk_bytes, tenant)
-            batch.rows.update(zip(placed, rows, strict=True))
+            catalog.describe(rows, sums[: len(rows)], request.chunk_bytes, tenant)
+            batch.rows.update(zip(positions, rows, strict=False))
             catalog.puts.hold_all(keys[: len(rows)], rows)
         for position in positions[len(rows) :]:
             outcomes[position] = self._place(request, position, space, batch, tenant, candidates)
@@ -217,6 +224,11 @@ class Writing:
     def _allocated(
         self, request: m.Allocate, batch: PutBatch, outcomes: list[m.PutOutcome], now: float
     ) -> m.Allocated:
+        if batch.replicas == 1 and outcomes.count(m.PutOutcome.GRANTED) == len(outcomes):
+            rows = list(map(batch.rows.__getitem__, range(len(outcomes))))
+            nodes, node_idx = self._catalog.pool.name(rows)
+            offsets = row_loops.gather(self._catalog.table.offset, rows)
+            return m.Allocated(outcomes, nodes, node_idx, offsets, self._timing.put_s)
         table, row_at = self._catalog.table, batch.rows.get
         granted = [outcome is m.PutOutcome.GRANTED for outcome in outcomes]
         places = granted
@@ -266,10 +278,8 @@ class Writing:
             return malformed("a checksum for each committed copy, where `Allocate` had none")
         if not are_checksums(request.checksums):
             return malformed(NO_CHECKSUM)
-        for place, checksum in zip(request.committed, request.checksums, strict=False):
-            row = batch.rows.get(place)
-            if row is not None:
-                self._catalog.table.checksum[row] = checksum
+        if request.checksums:
+            self._note_checksums(batch, request)
         # From the last to the first, so that the root of a chain is the youngest.
         stored = self._catalog.commit_all(batch, request.committed[::-1], now)
         for place in request.aborted:
@@ -277,6 +287,16 @@ class Writing:
         for place in request.unsettled:
             self._catalog.quarantine(batch, place)
         return m.Finished(stored=stored[::-1])
+
+    def _note_checksums(self, batch: PutBatch, request: m.Finish) -> None:
+        column = self._catalog.table.checksum
+        if request.committed == list(batch.rows):  # all of them, as nearly always
+            row_loops.scatter(column, list(batch.rows.values()), request.checksums)
+            return
+        for place, checksum in zip(request.committed, request.checksums, strict=True):
+            row = batch.rows.get(place)
+            if row is not None:
+                column[row] = checksum
 
 
 def compare(catalog: Catalog, row: int, wanted: tuple[int, int, int, int]) -> m.PutOutcome:

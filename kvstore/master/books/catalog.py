@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import compress, groupby
-from typing import Final
+from itertools import compress
 
 from configs.schema import Eviction
-from kvstore.checksum import table_bytes
+from kvstore import row_loops
 from kvstore.events.event_log import EventLog
-from kvstore.master.books.allocator import padded
 from kvstore.master.books.block_index import BlockIndex
 from kvstore.master.books.copy_state import COMMITTED, FREE, LOST, OPEN, QUARANTINED, RETIRED
 from kvstore.master.books.copy_table import CopyTable
@@ -23,13 +21,12 @@ from kvstore.master.books.lease import Lease, LeaseTable
 from kvstore.master.books.notices import Notices
 from kvstore.master.books.open_puts import OpenPuts, PutBatch
 from kvstore.master.books.pins import Pins
+from kvstore.master.books.planned_copies import PlannedCopies
 from kvstore.master.books.pool import SegmentPool
 from kvstore.master.books.segment import Segment
 from kvstore.master.books.tenants import NOBODY, Tenant, TenantBook, TenantRule
 from kvstore.master.observer import PoolObserver
 from kvstore.wire.messages import Pin
-
-SOURCE_LEFT: Final = -2  # in `PutBatch.source`: a planned copy that is not read any more
 
 
 class Catalog:
@@ -66,8 +63,7 @@ class Catalog:
         self.observers: list[PoolObserver] = self.notices.observers
         self.nodes_with_work: set[str] = set()
         self.expected = ExpectedKeys() if eviction is Eviction.PREFIX_AWARE else None
-        self._planned: dict[int, PutBatch] = {}
-        self.last_copy_id = 0
+        self.planned = PlannedCopies(self)
         self._uses = 0
 
     def copies(self, key: bytes) -> list[int]:
@@ -78,16 +74,15 @@ class Catalog:
     # -- a block comes ------------------------------------------------------------------------
 
     def describe(
-        self, rows: Sequence[int], checksums: Iterable[int], chunk_bytes: int, tenant: Tenant
+        self, rows: Sequence[int], checksums: Sequence[int], chunk_bytes: int, tenant: Tenant
     ) -> None:
         """Fill in what fresh rows have besides a place; charge their tenant."""
-        table, number = self.table, tenant.number
-        for row, checksum in zip(rows, checksums, strict=True):
-            table.checksum[row] = checksum
-            table.chunk_bytes[row] = chunk_bytes
-            table.tenant[row] = number
-            table.group[row] = NO_GROUP
-        tenant.used_bytes += sum(map(table.space.__getitem__, rows))
+        table = self.table
+        row_loops.scatter(table.checksum, rows, checksums)
+        row_loops.fill(table.chunk_bytes, rows, chunk_bytes)
+        row_loops.fill(table.tenant, rows, tenant.number)
+        row_loops.fill(table.group, rows, NO_GROUP)
+        tenant.used_bytes += row_loops.total(table.space, rows)
 
     def attach(self, row: int, *, pin: int, pin_s: float, group: str, now: float) -> bool:
         """Make an OPEN copy a block, or a further copy of one; else free its bytes.
@@ -120,15 +115,21 @@ class Catalog:
             return [self.commit(batch, place, now) for place in places]
         stored = self.attach_all(rows, now)
         ring = self.table.sibling
-        self.counts["stored"] += sum(ring[row] == row for row in compress(rows, stored))
+        if row_loops.all_own(ring, rows):
+            self.counts["stored"] += sum(stored)
+        else:
+            self.counts["stored"] += sum(ring[row] == row for row in compress(rows, stored))
         return stored
 
-    def attach_all(self, rows: Sequence[int], now: float) -> list[bool]:
+    def attach_all(self, rows: list[int], now: float) -> list[bool]:
         """Do what `attach` does for each of these, without pins and groups, in this order."""
-        keys, index = self.table.keys, self.index.rows
-        stored = [index.setdefault(keys[row], row) == row for row in rows]
-        first = rows if all(stored) else list(compress(rows, stored))
-        for tenant, count in Counter(map(self.table.tenant.__getitem__, first)).items():
+        stored, first = [True] * len(rows), rows
+        taken = row_loops.claim(self.index.rows, row_loops.pick(self.table.keys, rows), rows)
+        if taken:
+            for position in taken:
+                stored[position] = False
+            first = list(compress(rows, stored))
+        for tenant, count in Counter(row_loops.gather(self.table.tenant, first)).items():
             self.tenants[tenant].blocks += count
         self._enter(first)
         if len(first) < len(rows):  # of some a node holds a copy that nobody knew of
@@ -140,20 +141,21 @@ class Catalog:
 
     def _enter(self, rows: Sequence[int]) -> None:
         """Take copies that are in the index into all other books, in this order."""
-        table, uses = self.table, self._uses
-        for index, run in groupby(rows, table.segment.__getitem__):
-            entering = list(run)
+        table = self.table
+        for segment, entering in self.pool.by_segment(rows):
             parents: Sequence[bytes | None] = ()
             if self.expected is not None:
-                parents = self.expected.parents([table.keys[row] for row in entering])
-            self.pool.segments[index].enter(entering, parents)
-        for row in rows:
-            uses += 1
-            table.used_at[row] = uses
-            if table.tenant[row]:
+                parents = self.expected.parents(row_loops.pick(table.keys, entering))
+            segment.enter(entering, parents)
+        self._stamp(rows)
+        if not row_loops.all_are(table.tenant, rows, NOBODY):
+            for row in rows:
                 self.tenants.order(row)
-        self._uses = uses
         self.notices.stored(rows)
+
+    def _stamp(self, rows: Sequence[int]) -> None:
+        row_loops.stairs(self.table.used_at, rows, self._uses + 1, 1)
+        self._uses += len(rows)
 
     def commit(self, batch: PutBatch, place: int, now: float) -> bool:
         """Make a written copy a block; False if it is unknown, too late or superseded."""
@@ -189,113 +191,51 @@ class Catalog:
                 self.settle(batch, place)
             else:
                 self.quarantine(batch, place)
-        self._end_planned(batch)
+        self.planned.ended(batch)
         return len(places)
-
-    # -- copies that the master plans ---------------------------------------------------------
-
-    def open_copy(
-        self, row: int, target: Segment, now: float, *, over_quota: bool = False
-    ) -> int | None:
-        """Take space for another copy of a block; see the module. A move may go over a quota."""
-        table = self.table
-        assert table.state[row] == COMMITTED, row
-        if target.placeable_s > now or target is self.pool.of(row):
-            return None
-        length, chunk_bytes = table.length[row], table.chunk_bytes[row]
-        space = target.space_of(padded(length + table_bytes(length, chunk_bytes)))
-        tenant = self.tenants[table.tenant[row]]
-        full = tenant.exceeds(space) and not over_quota
-        copy = None if full else target.place(table.keys[row], length, space)
-        if copy is None:
-            return None
-        self.last_copy_id += 1
-        self.describe([copy], [table.checksum[row]], chunk_bytes, tenant)
-        batch = PutBatch(
-            client=self.pool.of(row).node.name,
-            batch=-self.last_copy_id,
-            opened_s=self.leases.awake(now),
-            source=row,
-            rows={0: copy},
-        )
-        self.puts.add(batch)
-        self._planned[self.last_copy_id] = batch
-        self.pool.of(row).lease(row)
-        return self.last_copy_id
-
-    def planned_copy(self, copy_id: int) -> int | None:
-        """Return the row that a planned copy goes to, until it ends or is lost."""
-        batch = self._planned.get(copy_id)
-        return None if batch is None else batch.rows.get(0)
-
-    def commit_copy(self, copy_id: int, now: float) -> bool:
-        """A planned copy is written; see the module."""
-        batch = self._planned.pop(copy_id, None)
-        if batch is None:
-            return False
-        stored = self.commit(batch, 0, now)
-        self._end_planned(batch)
-        return stored
-
-    def abort_copy(self, copy_id: int, *, at_rest: bool) -> None:
-        """A planned copy is given up; see the module. Unknown ones are ignored."""
-        batch = self._planned.get(copy_id)
-        if batch is not None:
-            self.end_batch(batch, at_rest=at_rest)
-
-    def _end_planned(self, batch: PutBatch) -> None:
-        """A planned copy is over, its bytes perhaps in quarantine: its source may go."""
-        if batch.source >= 0:
-            source, batch.source = batch.source, SOURCE_LEFT
-            self._unlease((source,))
-        if batch.batch < 0 and not batch.rows:
-            self._planned.pop(-batch.batch, None)
 
     # -- a block is read ----------------------------------------------------------------------
 
     def use(self, rows: Sequence[int]) -> None:
         """Count a use of these copies; of a chain, in its order."""
-        table, segments = self.table, self.pool.segments
-        where, used_at, tenant, uses = table.segment, table.used_at, table.tenant, self._uses
-        by_segment: dict[int, list[int]] = {}
-        for row in reversed(rows):  # the root last: see EvictionPolicy
-            uses += 1
-            used_at[row] = uses
-            by_segment.setdefault(where[row], []).append(row)
-            if tenant[row]:
+        from_leaf = rows[::-1]  # the root last: see EvictionPolicy
+        self._stamp(from_leaf)
+        if not row_loops.all_are(self.table.tenant, rows, NOBODY):
+            for row in from_leaf:
                 self.tenants.touch(row)
-        self._uses = uses
-        for index, used in by_segment.items():
-            segments[index].touch(used)
+        for segment, used in self.pool.by_segment(from_leaf):
+            segment.touch(used)
         self.notices.hit(rows)
 
     def lease(self, client: str, rows: Sequence[int], now: float) -> int:
         """Keep these bytes in place for a while; return the lease's id."""
-        segments, where = self.pool.segments, self.table.segment
-        for row in rows:
-            segments[where[row]].lease(row)
+        self.hold_bytes(rows)
         return self.leases.grant(client, rows, now)
+
+    def hold_bytes(self, rows: Sequence[int]) -> None:
+        """Keep committed copies in place for one reader more each, until `let_go`."""
+        for segment, leased in self.pool.by_segment(row_loops.add(self.table.leases, rows, 1, 1)):
+            segment.leased(leased)
 
     def end_leases(self, leases: Iterable[Lease]) -> None:
         """Let go of the bytes of leases that have ended."""
         for lease in leases:
-            self._unlease(lease.rows)
+            self.let_go(lease.rows)
 
-    def _unlease(self, rows: Sequence[int]) -> None:
-        table, segments = self.table, self.pool.segments
-        leases, states, where = table.leases, table.state, table.segment
-        for row in reversed(rows):  # the root last
-            left = leases[row] - 1
-            leases[row] = left
-            if left:
-                continue
-            state = states[row]
-            if state == COMMITTED:
-                segments[where[row]].settle(row)
-            elif state == RETIRED:
+    def let_go(self, rows: Sequence[int]) -> None:
+        """One reader of each of these copies has ended."""
+        table = self.table
+        idle = row_loops.add(table.leases, rows[::-1], -1, 0)  # the root last
+        staying = row_loops.where(table.state, idle, COMMITTED)
+        for segment, settled in self.pool.by_segment(staying):
+            segment.settle(settled)
+        if len(staying) == len(idle):
+            return
+        for row in idle:
+            if table.state[row] == RETIRED:
                 self._free(row)
-            elif state == LOST:
-                states[row] = FREE
+            elif table.state[row] == LOST:
+                table.state[row] = FREE
                 table.give_back(row)
 
     # -- a block goes -------------------------------------------------------------------------
@@ -315,7 +255,7 @@ class Catalog:
             return
         segments = {segment.index: segment for segment in node.segments.values()}
         for batch in self.puts.lose(set(segments)):
-            self._end_planned(batch)
+            self.planned.ended(batch)
         for segment in segments.values():
             for row in self.table.rows_in(segment.index, OPEN, COMMITTED, RETIRED, QUARANTINED):
                 self._lose(row, segment)
@@ -344,26 +284,24 @@ class Catalog:
 
     def _clear(self, rows: Sequence[int]) -> None:
         """Take victims out of all books but their segment's; see `SegmentPool`."""
-        table, index = self.table, self.index.rows
-        keys, spaces, siblings = table.keys, table.space, table.sibling
-        tenants, groups, pins = table.tenant, table.group, table.pin
-        assert not any(map(table.leases.__getitem__, rows)), rows
+        table = self.table
+        assert row_loops.all_are(table.leases, rows, 0), rows
         self.notices.evicted(rows)
         self.counts["evicted"] += len(rows)
-        plain = nbytes = 0  # nobody's blocks with no other copy, and their bytes
+        special = (table.tenant, table.group, table.pin)
+        if row_loops.all_own(table.sibling, rows) and all(
+            row_loops.all_are(column, rows, 0) for column in special
+        ):  # nobody's blocks with no other copy
+            row_loops.drop(self.index.rows, row_loops.pick(table.keys, rows))
+            nobody = self.tenants[NOBODY]
+            nobody.blocks -= len(rows)
+            nobody.used_bytes -= row_loops.total(table.space, rows)
+            return
         for row in rows:
-            if siblings[row] != row or tenants[row] or groups[row] or pins[row]:
-                self.tenants[tenants[row]].used_bytes -= spaces[row]
-                if self._unindex(row) and groups[row]:
-                    assert len(rows) == 1, "a victim of a group comes alone"
-                    self._clear_group(groups[row])
-            else:
-                del index[keys[row]]
-                plain += 1
-                nbytes += spaces[row]
-        nobody = self.tenants[NOBODY]
-        nobody.blocks -= plain
-        nobody.used_bytes -= nbytes
+            self.tenants[table.tenant[row]].used_bytes -= table.space[row]
+            if self._unindex(row) and table.group[row]:
+                assert len(rows) == 1, "a victim of a group comes alone"
+                self._clear_group(table.group[row])
 
     def _clear_group(self, group: int) -> None:
         """Evict what is left of a group, as it is of no use without a block that went."""

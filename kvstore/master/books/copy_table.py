@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore import row_loops
 from kvstore.eviction import EvictionRows
 from kvstore.master.books.copy_state import FREE, OPEN
 from kvstore.master.books.freed_memory import return_freed_memory
@@ -99,43 +100,48 @@ class CopyTable:
 
     def take(self, key: bytes, segment: int, offset: int, length: int, space: int) -> int:
         """Return a row for an OPEN copy; what is not given here is 0 or stale."""
-        return self.take_run([key], segment, offset, [length], space)[0]
+        if not self._unused:
+            self._grow()
+        row = self._unused.pop()
+        self.keys[row] = key
+        self.state[row] = OPEN
+        self.segment[row] = segment
+        self.offset[row] = offset
+        self.length[row] = length
+        self.space[row] = space
+        self.leases[row] = self.pin[row] = 0
+        self.sibling[row] = row
+        return row
 
     def take_run(
         self, keys: Sequence[bytes], segment: int, offset: int, lengths: Sequence[int], space: int
     ) -> list[int]:
         """Return rows for OPEN copies that lie one behind the other from `offset` on."""
-        unused, names, states = self._unused, self.keys, self.state
-        segments, offsets, lengths_of, spaces = self.segment, self.offset, self.length, self.space
-        leases, pins, siblings = self.leases, self.pin, self.sibling
-        rows: list[int] = []
-        for key, length in zip(keys, lengths, strict=True):
-            if not unused:
-                self._grow()
-            row = unused.pop()
-            names[row] = key
-            states[row] = OPEN
-            segments[row] = segment
-            offsets[row] = offset
-            lengths_of[row] = length
-            spaces[row] = space
-            leases[row] = pins[row] = 0
-            siblings[row] = row
-            offset += space
-            rows.append(row)
+        unused, count = self._unused, len(keys)
+        while len(unused) < count:
+            self._grow()
+        rows = unused[len(unused) - count :]
+        rows.reverse()
+        row_loops.place(self.keys, rows, keys)
+        row_loops.scatter(self.length, rows, lengths)
+        del unused[len(unused) - count :]
+        row_loops.fill(self.state, rows, OPEN)
+        row_loops.fill(self.segment, rows, segment)
+        row_loops.stairs(self.offset, rows, offset, space)
+        row_loops.fill(self.space, rows, space)
+        row_loops.fill(self.leases, rows, 0)
+        row_loops.fill(self.pin, rows, 0)
+        row_loops.scatter(self.sibling, rows, rows)
         return rows
 
     def take_over(self, rows: Sequence[int], keys: Sequence[bytes], lengths: Sequence[int]) -> None:
         """Use rows, and the places that they name, for OPEN copies of other blocks."""
-        names, states, lengths_of = self.keys, self.state, self.length
-        pins, siblings = self.pin, self.sibling
-        assert not any(map(self.leases.__getitem__, rows)), rows
-        for row, key, length in zip(rows, keys, lengths, strict=True):
-            names[row] = key
-            states[row] = OPEN
-            lengths_of[row] = length
-            pins[row] = 0
-            siblings[row] = row
+        assert row_loops.all_are(self.leases, rows, 0), rows
+        row_loops.place(self.keys, rows, keys)
+        row_loops.scatter(self.length, rows, lengths)
+        row_loops.fill(self.state, rows, OPEN)
+        row_loops.fill(self.pin, rows, 0)
+        row_loops.scatter(self.sibling, rows, rows)
 
     def give_back(self, row: int) -> None:
         """Let a row be used for another copy. It must be FREE."""

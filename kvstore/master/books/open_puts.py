@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvstore import row_loops
 from kvstore.errors import InvariantViolated
 from kvstore.master.books.copy_state import OPEN, QUARANTINED
 from kvstore.master.books.copy_table import CopyTable
@@ -105,10 +106,10 @@ class OpenPuts:
         assert key not in self.writers, key
         self.writers[key] = row
 
-    def hold_all(self, keys: Sequence[bytes], rows: Sequence[int]) -> None:
+    def hold_all(self, keys: list[bytes], rows: list[int]) -> None:
         """Give keys, none of which anybody holds, to the put of these open copies."""
-        assert self.writers.keys().isdisjoint(keys), keys
-        self.writers.update(zip(keys, rows, strict=True))
+        held = row_loops.claim(self.writers, keys, rows)
+        assert not held, held
 
     # -- reserved places ----------------------------------------------------------------------
 
@@ -151,16 +152,23 @@ class OpenPuts:
         It is if all of them are open, hold their keys, and no block has another copy in this put.
         """
         rows_at, states = batch.rows, self._table.state
-        rows = [rows_at.get(place, UNKNOWN_ROW) for place in places]
         is_put = batch.source == NO_SOURCE and not batch.is_reserved
-        if batch.replicas > 1 or not is_put or len(set(rows)) < len(rows):
+        if batch.replicas > 1 or not is_put:
             return None
-        if UNKNOWN_ROW in rows or any(states[row] != OPEN for row in rows):
+        everything = len(places) == len(rows_at) and places == list(reversed(rows_at))
+        if everything:  # as nearly always
+            rows = list(reversed(rows_at.values()))
+        else:
+            rows = [rows_at.get(place, UNKNOWN_ROW) for place in places]
+            if len(set(rows)) < len(rows) or UNKNOWN_ROW in rows:
+                return None
+        if not row_loops.all_are(states, rows, OPEN):
             return None
-        keys, writers = self._table.keys, self.writers
-        for place, row in zip(places, rows, strict=True):
-            del rows_at[place]
-            del writers[keys[row]]
+        row_loops.drop(self.writers, row_loops.pick(self._table.keys, rows))
+        if everything:
+            rows_at.clear()
+        else:
+            row_loops.drop(rows_at, places)
         if not rows_at:
             self._forget(batch)
         return rows

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvstore import row_loops
 from kvstore.master.books.copy_state import FREE
 from kvstore.master.books.copy_table import CopyTable
 from kvstore.master.books.joined_segments import JoinedSegments
@@ -98,12 +99,24 @@ class SegmentPool:
         """Return the segment in which a living copy lies."""
         return self._segments[self._table.segment[row]]
 
+    def by_segment(self, rows: Sequence[int]) -> Iterable[tuple[Segment, Sequence[int]]]:
+        """Sort living copies by where they lie, those of a segment in this order."""
+        where = self._table.segment
+        if rows and row_loops.all_are(where, rows, where[rows[0]]):
+            return ((self.of(rows[0]), rows),)
+        found: dict[int, list[int]] = {}
+        for row, index in zip(rows, row_loops.gather(where, rows), strict=True):
+            found.setdefault(index, []).append(row)
+        return [(self._segments[index], theirs) for index, theirs in found.items()]
+
     def name(self, rows: Sequence[int]) -> tuple[list[NodeAddress], list[int]]:
         """Return the segments of these copies, each once, and every copy's position in that list.
 
         Row -1 is no copy and has position -1.
         """
         where = self._table.segment
+        if rows and min(rows) >= 0 and row_loops.all_are(where, rows, where[rows[0]]):
+            return [self.of(rows[0]).where], [0] * len(rows)
         indices = [where[row] if row >= 0 else -1 for row in rows]
         distinct = [index for index in dict.fromkeys(indices) if index >= 0]
         position = {index: i for i, index in enumerate(distinct)}
@@ -240,11 +253,13 @@ class SegmentPool:
         """
         rows: list[int] = []
         ages = {s: self._age(s) for s in (candidates.sets[0] if candidates.sets else ())}
+        alone = len(ages) == 1  # nobody's ages to compare with
         while ages and len(rows) < len(keys):
             segment = min(ages, key=ages.__getitem__)
             if segment.may_fit(space):
                 break
-            victims = segment.evict(min(len(keys) - len(rows), RUN_MAX + 1), space)
+            wanted = len(keys) - len(rows)
+            victims = segment.evict(wanted if alone else min(wanted, RUN_MAX + 1), space)
             if not victims:
                 break
             run = slice(len(rows), len(rows) + len(victims))

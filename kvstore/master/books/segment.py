@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvstore import row_loops
 from kvstore.errors import InvariantViolated
 from kvstore.eviction import EvictionPolicy, RowQueue
 from kvstore.eviction.rows import HELD
@@ -165,10 +166,10 @@ class Segment:
     def take_over(self, rows: Sequence[int], keys: Sequence[bytes], lengths: Sequence[int]) -> None:
         """Open copies in the places of committed ones, which are in none of the books any more."""
         table = self._table
-        for state in set(map(table.state.__getitem__, rows)):
+        for state in set(row_loops.gather(table.state, rows)):
             check_arrow(state, FREE, self.where)
         table.take_over(rows, keys, lengths)
-        space = sum(map(table.space.__getitem__, rows))
+        space = row_loops.total(table.space, rows)
         self.bytes_in[COMMITTED] -= space
         self.bytes_in[OPEN] += space
 
@@ -200,16 +201,15 @@ class Segment:
             rows: In the order in which they come.
             parents: See `EvictionPolicy.admit`.
         """
-        table, states = self._table, self._table.state
-        for row in rows:
-            if states[row] != OPEN:
-                check_arrow(states[row], COMMITTED, self.where)
-            states[row] = COMMITTED
-        space = sum(map(table.space.__getitem__, rows))
+        table = self._table
+        for state in set(row_loops.gather(table.state, rows)):
+            check_arrow(state, COMMITTED, self.where)
+        row_loops.fill(table.state, rows, COMMITTED)
+        space = row_loops.total(table.space, rows)
         self.bytes_in[OPEN] -= space
         self.bytes_in[COMMITTED] += space
         self.blocks += len(rows)
-        if any(map(table.pin.__getitem__, rows)):
+        if not row_loops.all_are(table.pin, rows, NONE):
             for row, parent in zip(rows, parents or [None] * len(rows), strict=True):
                 self._order(row, parent)
         else:
@@ -222,11 +222,8 @@ class Segment:
         The run ends before a victim of another size, one that is pinned softly, and one of a
         group, with which others go.
         """
-        spaces, groups = self._table.space, self._table.group
         space = self.space_of(space)
-        rows = self._policy.evict(
-            count, self._table.leases, lambda row: spaces[row] == space and not groups[row]
-        )
+        rows = self._policy.evict(count, self._table.leases, _OfSpace(self._table, space))
         self.blocks -= len(rows)
         self.evictable_bytes -= len(rows) * space
         return rows
@@ -245,30 +242,25 @@ class Segment:
     def touch(self, rows: Sequence[int]) -> None:
         """Count a use of committed copies, in this order."""
         pins = self._table.pin
-        if any(map(pins.__getitem__, rows)):
+        if not row_loops.all_are(pins, rows, NONE):
             for row in rows:
                 if pins[row] == SOFT:
                     self._softly.renew(row)
             rows = [row for row in rows if pins[row] == NONE]
         self._policy.touch(rows)
 
-    def lease(self, row: int) -> None:
-        """Keep a committed copy's bytes in place for one more reader."""
-        table = self._table
-        leases = table.leases[row]
-        table.leases[row] = leases + 1
-        if leases == 0 and table.pin[row] != HARD:
-            self.evictable_bytes -= table.space[row]
+    def leased(self, rows: Sequence[int]) -> None:
+        """Committed copies that nobody read are read now."""
+        self.evictable_bytes -= row_loops.total(self._table.space, self._not_hard(rows))
 
-    def settle(self, row: int) -> None:
-        """Let a committed copy be evicted again, after its last reader."""
+    def settle(self, rows: Sequence[int]) -> None:
+        """Let committed copies be evicted again, after their last readers, in this order."""
         table = self._table
-        pin = table.pin[row]
-        if pin == HARD:
-            return
-        self.evictable_bytes += table.space[row]
-        if pin == NONE and table.eviction.place[row] == HELD:
-            self._policy.unhold(row)
+        rows = self._not_hard(rows)
+        self.evictable_bytes += row_loops.total(table.space, rows)
+        for row in row_loops.where(table.eviction.place, rows, HELD):
+            if table.pin[row] == NONE:
+                self._policy.unhold(row)
 
     def victim(self) -> int | None:
         """Return what would be evicted next; soft pins last, leased blocks and hard pins never.
@@ -338,6 +330,29 @@ class Segment:
         if not self._table.leases[row]:
             self.evictable_bytes -= self._table.space[row]
 
+    def _not_hard(self, rows: Sequence[int]) -> Sequence[int]:
+        pins = self._table.pin
+        if row_loops.all_are(pins, rows, NONE):
+            return rows
+        return [row for row in rows if pins[row] != HARD]
+
     def _check(self, holds: bool, problem: str) -> None:
         if not holds:
             raise InvariantViolated(where=f"segment {self.where}", problem=problem)
+
+
+class _OfSpace:
+    """Blocks of exactly this space and of no group; see `MayGo`."""
+
+    __slots__ = ("_groups", "_space", "_spaces")
+
+    def __init__(self, table: CopyTable, space: int) -> None:
+        self._spaces, self._groups, self._space = table.space, table.group, space
+
+    def __call__(self, row: int) -> bool:
+        return self._spaces[row] == self._space and not self._groups[row]
+
+    def all_may(self, rows: Sequence[int]) -> bool:
+        return row_loops.all_are(self._spaces, rows, self._space) and row_loops.all_are(
+            self._groups, rows, 0
+        )

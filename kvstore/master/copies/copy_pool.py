@@ -50,7 +50,7 @@ class CatalogCopies:
             return None
         if purpose.may_evict:
             self._make_room(row, target)
-        copy_id = catalog.open_copy(row, segment, now, over_quota=purpose.moves)
+        copy_id = catalog.planned.open(row, segment, now, over_quota=purpose.moves)
         if copy_id is not None:
             self._nodes[copy_id] = catalog.pool.of(row).node.name
         return copy_id
@@ -58,13 +58,13 @@ class CatalogCopies:
     def commit_copy(self, copy_id: int, now: float) -> bool:
         """Make a written copy count; False if it is too late, or its segment is gone."""
         self._nodes.pop(copy_id, None)
-        return self._catalog.commit_copy(copy_id, now)
+        return self._catalog.planned.commit(copy_id, now)
 
     def abort_copy(self, copy_id: int, *, at_rest: bool) -> None:
         """Give a copy up; what may still be written is quarantined unless `at_rest`."""
         if at_rest:
             self._nodes.pop(copy_id, None)
-        self._catalog.abort_copy(copy_id, at_rest=at_rest)
+        self._catalog.planned.abort(copy_id, at_rest=at_rest)
 
     def settle_late(self, node: str, copy_id: int) -> None:
         """Free what is quarantined for a copy that its node reports after all."""
@@ -73,7 +73,7 @@ class CatalogCopies:
 
     def is_open(self, copy_id: int) -> bool:
         """Tell whether a copy was neither committed nor given up."""
-        return copy_id in self._nodes and self._catalog.planned_copy(copy_id) is not None
+        return copy_id in self._nodes and self._catalog.planned.row(copy_id) is not None
 
     def forget_node(self, node: str) -> None:
         """Forget a node that is gone."""
@@ -86,7 +86,7 @@ class CatalogCopies:
     def describe(self, copy_id: int, row: int, target: int) -> m.Copy | None:
         """Return the work order of an opened copy; None if its target was lost meanwhile."""
         catalog, table = self._catalog, self._catalog.table
-        copy = catalog.planned_copy(copy_id)
+        copy = catalog.planned.row(copy_id)
         segment = catalog.pool.segments.get(target)
         if copy is None or segment is None:
             return None

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from configs.kvstore_policies import PolicyConfig
+from kvstore import row_loops
 from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.segment import Segment
 from kvstore.master.copies.copy_order import CopyOrder, Outcome, Purpose
@@ -136,6 +137,8 @@ class Planning:
     def stored(self, rows: Sequence[int]) -> None:
         """Copies were committed."""
         siblings = self._siblings
+        if row_loops.all_own(siblings, rows):
+            return
         for row in rows:
             if siblings[row] != row and not self._is_reporting:
                 self._replication.stored(row)

@@ -194,7 +194,7 @@ class FeatureMachine(RuleBasedStateMachine):
         if rows:
             row = data.draw(st.sampled_from(rows))
             target = data.draw(st.sampled_from(list(self.catalog.pool)))
-            copy_id = self.catalog.open_copy(row, target, self.now)
+            copy_id = self.catalog.planned.open(row, target, self.now)
             self.planned += [] if copy_id is None else [copy_id]
 
     @precondition(lambda self: self.planned)
@@ -202,12 +202,12 @@ class FeatureMachine(RuleBasedStateMachine):
     def end_planned(self, data, how):
         copy_id = data.draw(st.sampled_from(self.planned))
         if how == "commit":
-            self.catalog.commit_copy(copy_id, self.now)
+            self.catalog.planned.commit(copy_id, self.now)
         else:
-            self.catalog.abort_copy(copy_id, at_rest=how == "abort")
+            self.catalog.planned.abort(copy_id, at_rest=how == "abort")
         if how != "unsure":
             self.planned.remove(copy_id)
-            assert self.catalog.planned_copy(copy_id) is None
+            assert self.catalog.planned.row(copy_id) is None
 
     @rule(seconds=st.sampled_from([0.5, 1.9, 5.0]))
     def time_passes(self, seconds):

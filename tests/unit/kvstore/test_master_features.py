@@ -288,16 +288,16 @@ def test_planned_copies_are_opened_committed_and_given_up():
     catalog = scene.catalog
     (row,) = catalog.copies(key(1))
     target = catalog.pool.find("b", 0)
-    first = catalog.open_copy(row, target, scene.now)
-    second = catalog.open_copy(row, target, scene.now)
-    assert catalog.open_copy(row, target, scene.now) is None, "no room"
-    assert catalog.open_copy(row, catalog.pool.of(row), scene.now) is None
+    first = catalog.planned.open(row, target, scene.now)
+    second = catalog.planned.open(row, target, scene.now)
+    assert catalog.planned.open(row, target, scene.now) is None, "no room"
+    assert catalog.planned.open(row, catalog.pool.of(row), scene.now) is None
     scene.step(m.Observe())
     assert scene.put("w", 2, 3, prefer=["a"]) == ["granted", "no_space"], "the source stays"
-    assert catalog.commit_copy(first, scene.now)
+    assert catalog.planned.commit(first, scene.now)
     assert scene.places(1) == [{("a", 0), ("b", 0)}]
-    assert not catalog.commit_copy(second, scene.now), "one per segment"
-    assert not catalog.commit_copy(second, scene.now)
+    assert not catalog.planned.commit(second, scene.now), "one per segment"
+    assert not catalog.planned.commit(second, scene.now)
     scene.step(m.Observe())
     assert scene.figures.stored_blocks == 2, "a further copy is no further block"
     catalog.drop(row)
@@ -311,29 +311,29 @@ def test_planned_copies_of_nodes_that_end():
 
     def order(i, node="b"):
         (row, *_) = catalog.copies(key(i))
-        return catalog.open_copy(row, catalog.pool.find(node, 0), scene.now)
+        return catalog.planned.open(row, catalog.pool.find(node, 0), scene.now)
 
     lost = order(1, "c")
     scene.step(m.Leave("c"))
-    assert not catalog.commit_copy(lost, scene.now), "its segment went"
+    assert not catalog.planned.commit(lost, scene.now), "its segment went"
     unsure, late, given_up = order(1), order(2), order(3)
-    catalog.abort_copy(given_up, at_rest=True)
-    catalog.abort_copy(unsure, at_rest=False)
+    catalog.planned.abort(given_up, at_rest=True)
+    catalog.planned.abort(unsure, at_rest=False)
     scene.step(m.Observe())
     assert scene.figures.quarantined_bytes == BLOCK
-    catalog.abort_copy(unsure, at_rest=True)
-    catalog.abort_copy(unsure, at_rest=True)
+    catalog.planned.abort(unsure, at_rest=True)
+    catalog.planned.abort(unsure, at_rest=True)
     assert scene.figures.quarantined_bytes == 0
     scene.pass_time(31, "a", "b")
     assert scene.figures.quarantined_bytes == BLOCK, "too slow"
-    assert not catalog.commit_copy(late, scene.now)
+    assert not catalog.planned.commit(late, scene.now)
     assert scene.figures.quarantined_bytes == 0
     fenced = order(3)
     scene.step(m.Fence(["a"], dead=False))
     assert scene.figures.quarantined_bytes == BLOCK
     assert scene.there(1, 2, 3) == []
     assert scene.step(m.Fence(["a"], dead=True)).count == 1
-    assert not catalog.commit_copy(fenced, scene.now)
+    assert not catalog.planned.commit(fenced, scene.now)
     assert scene.figures.free_bytes == scene.figures.capacity_bytes
 
 
