@@ -18,6 +18,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -404,9 +405,14 @@ static PyObject *sums(PyObject *module, PyObject *const *args, Py_ssize_t count)
     return result;
 }
 
+#include "compiled/mailbox.c"
+
 static PyMethodDef methods[] = {
     {"copy_summed", (PyCFunction)(void (*)(void))copy_summed, METH_FASTCALL, copy_summed_doc},
     {"sums", (PyCFunction)(void (*)(void))sums, METH_FASTCALL, sums_doc},
+    {"mailbox_leave", (PyCFunction)(void (*)(void))mailbox_leave, METH_FASTCALL, mailbox_leave_doc},
+    {"mailbox_take", (PyCFunction)(void (*)(void))mailbox_take, METH_FASTCALL, mailbox_take_doc},
+    {"mailbox_close", (PyCFunction)(void (*)(void))mailbox_close, METH_FASTCALL, mailbox_close_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from kvstore import mailbox
 from kvstore.client.writes_under_way import Target, WritesUnderWay
 from kvstore.errors import NodeUnreachable
 from kvstore.wire.messages import NodeAddress
@@ -24,10 +27,13 @@ from kvstore.wire.peer_messages import (
     Leaving,
     NodeNote,
     OfferSegment,
+    Unwritten,
+    Written,
+    encode_note,
     encode_to_node,
 )
 from kvstore.wire.standing import MasterRecord
-from transfer import RegionKey, TransferError
+from transfer import RegionKey, TransferError, allocate
 
 if TYPE_CHECKING:
     from kvstore.node.store_node import StoreNode
@@ -55,6 +61,9 @@ class SegmentKeys:
         self.under_way = WritesUnderWay()
         self._on_leader: Callable[[MasterRecord], None] = _ignore
         self._keys: dict[Target, RegionKey] = {}
+        self._outboxes: dict[Target, mailbox.Outbox] = {}
+        self._mailboxes: dict[Target, RegionKey] = {}  # offered, and not looked at yet
+        self._clock = mailbox.clock_name()
         self._offered = threading.Condition()
         self._asking: dict[Target, threading.Lock] = {}
         self._ask_ids = itertools.count(1)
@@ -71,7 +80,7 @@ class SegmentKeys:
         if self._local_node is not None:
             self._local_node.part_with(self.under_way)
         with self._offered:
-            targets, self._keys = list(self._keys), {}
+            targets, self._keys, self._outboxes = list(self._keys), {}, {}
         for node, segment in targets:
             if node != self._engine.name and self.under_way.is_at_rest((node, segment)):
                 self._note(node, Leaving(segment))
@@ -104,8 +113,19 @@ class SegmentKeys:
         finally:
             asking.release()
 
-    def tell(self, node: str, note: NodeNote) -> None:
-        """Send a note to a node that there is a key of. Raises TransferError."""
+    def tell(self, node: str, note: Written | Unwritten) -> None:
+        """Leave or send a note to a node that there is a key of. Raises TransferError.
+
+        It is the node's when this returns, even if this process ends.
+        """
+        target = node, note.segment
+        outbox = self._outboxes.get(target)
+        if outbox is None and target in self._mailboxes:
+            outbox = self._open_mailbox(target)
+        if outbox is not None:
+            if outbox.leave(encode_note(note)):
+                return
+            note = replace(note, stamp=time.monotonic_ns())
         payload = encode_to_node(note)
         if node == self._engine.name and self._local_node is not None:
             self._local_node.on_notify(node, payload)
@@ -117,6 +137,8 @@ class SegmentKeys:
         with self._offered:
             for target in [target for target in self._keys if target[0] == node]:
                 del self._keys[target]
+                self._mailboxes.pop(target, None)
+                self._outboxes.pop(target, None)
 
     def receive(self, peer: str, note: OfferSegment | AskAtRest) -> None:
         """Take an offer, or a question; called on the engine's thread.
@@ -127,6 +149,7 @@ class SegmentKeys:
             self._asked_at_rest(peer, note)
             return
         key = RegionKey.decode(note.region_key)
+        box = RegionKey.decode(note.mailbox) if note.mailbox else None
         with self._offered:
             target = self._awaited.get(note.ask_id)
         if target is None or not key.owner == peer == target[0]:
@@ -135,6 +158,8 @@ class SegmentKeys:
             self._heed(note.leaders)
             self.under_way.void(target)
         with self._offered:
+            if box is not None and box.owner == peer and note.clock == self._clock:
+                self._mailboxes[target] = box
             self._keys[target] = key
             self._offered.notify_all()
 
@@ -164,6 +189,29 @@ class SegmentKeys:
         if key is None:
             raise _unreachable(where, "it did not offer its segment in time")
         return key
+
+    def _open_mailbox(self, target: Target) -> mailbox.Outbox | None:
+        """Map a mailbox that was offered, if memory of the node can be mapped."""
+        with self._offered:
+            key = self._mailboxes.pop(target, None)
+        if key is None or not mailbox.is_available():
+            return None
+        node, outbox = target[0], None
+        memory = allocate(mailbox.GREETING_BYTES, huge_pages=False)
+        region = self._engine.register(memory)
+        try:
+            if self._engine.peer(node).backend == "shared_memory":
+                at, nbytes = mailbox.GREETING_OFFSET, mailbox.GREETING_BYTES
+                self._engine.write(node, region, key, 0, at, nbytes).wait()
+                mapped = self._engine.in_place(node, key)
+                if mapped is not None:
+                    self._outboxes[target] = outbox = mailbox.Outbox(mapped)
+        except TransferError as error:  # notes are sent, then
+            logger.info("no mailbox at %s: %s", node, error)
+        finally:
+            self._engine.release(region)
+            memory.close()
+        return outbox
 
     def _ask_local(self, where: NodeAddress) -> RegionKey:
         if self._local_node is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from configs.kvstore_segments import FileReader, SegmentConfig, SegmentMedium
@@ -15,10 +15,12 @@ from kvstore.node.cxl_segment import CxlSegment
 from kvstore.node.dram_segment import DramSegment
 from kvstore.node.indexed_block import IndexedBlock, columns_of
 from kvstore.node.kept_index import IndexFigures, KeptIndex
+from kvstore.node.mailboxes import Note, joined
 from kvstore.node.rest_questions import Role, Writer
 from kvstore.node.segment_memory import SegmentMemory
 from kvstore.node.ssd_segment import MakeSlab, SsdSegment
 from kvstore.wire.messages import HeldBlocks, Medium
+from kvstore.wire.peer_messages import Unwritten
 from transfer import Access
 from transfer.backends.file import FileSlab
 
@@ -44,6 +46,7 @@ class Segment:
         self._engine: TransferEngine | None = None
         self._region: Region | None = None
         self._index: KeptIndex | None = None
+        self._catch_up: Callable[[], None] = _ignore
         self._lock = threading.Lock()
         self._offers: dict[tuple[str, bool], RegionKey] = {}
         self._untouched = True
@@ -71,11 +74,19 @@ class Segment:
         return self._region
 
     @property
+    def is_logged(self) -> bool:
+        """Whether what is noted has to reach a log soon, so that notes cannot wait to be taken."""
+        return self._opened().is_kept
+
+    @property
     def index(self) -> KeptIndex:
-        """What lies in it, as far as writers said."""
-        if self._index is None:
-            raise self._closed()
-        return self._index
+        """What lies in it, as far as writers have said by now."""
+        self._catch_up()
+        return self._opened()
+
+    def on_look(self, catch_up: Callable[[], None]) -> None:
+        """Call `catch_up` before somebody looks at the index: it enters what was said before."""
+        self._catch_up = catch_up
 
     def open(self, engine: TransferEngine) -> None:
         """Get hold of the bytes and register them. Raises as `SegmentMemory.open`."""
@@ -137,14 +148,19 @@ class Segment:
                 self._engine.withdraw(key)
 
     def record(self, held: HeldBlocks) -> int:
-        """Remember what a writer says; return how many blocks were possible."""
+        """Remember what a writer says now; return how many blocks were possible."""
         return self.index.record(held)
 
-    def forget(self, key: bytes, offset: int) -> None:
-        """Forget a block of this name that starts there, if that is what is remembered."""
-        block = self.index.at(offset)
-        if block is not None and block.key == key:
-            self.index.forget(block)
+    def enter(self, notes: Iterable[Note]) -> None:
+        """Remember what writers have said, in this order."""
+        index = self._opened()
+        for said in joined(notes):
+            if not isinstance(said, Unwritten):
+                index.record(said)
+                continue
+            block = index.at(said.offset)
+            if block is not None and block.key == said.key:
+                index.forget(block)
 
     def held(self) -> HeldBlocks:
         """Return what lies here, verified up to a number of bytes; what is wrong is forgotten.
@@ -167,8 +183,17 @@ class Segment:
         """Return the index's figures."""
         return self.index.figures()
 
+    def _opened(self) -> KeptIndex:
+        if self._index is None:
+            raise self._closed()
+        return self._index
+
     def _closed(self) -> StoreClosed:
         return StoreClosed(what=f"segment {self.number}", problem="not open")
+
+
+def _ignore() -> None:
+    """Nothing is said that is not entered at once."""
 
 
 def make_segments(

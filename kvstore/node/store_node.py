@@ -26,6 +26,7 @@ from kvstore.node.copier import Copier, CopyFigures
 from kvstore.node.index_keeper import IndexKeeper
 from kvstore.node.indexed_block import IndexedBlock
 from kvstore.node.kept_index import IndexFigures
+from kvstore.node.mailboxes import Mailboxes, Note
 from kvstore.node.registration import Registration
 from kvstore.node.scrubber import Scrubber, ScrubFigures
 from kvstore.node.segment import Segment, make_segments
@@ -100,6 +101,9 @@ class StoreNode:
         self._registration = Registration(
             engine, masters, config, self._settlement, secret=secret, on_work=self._copier.wake
         )
+        self._mailboxes = Mailboxes(engine, self._enter)
+        for segment in self._segments:
+            segment.on_look(self._mailboxes.catch_up)
         self._keeper = IndexKeeper(self._segments)
         self._scrubber = Scrubber(self._segments, config.scrub, self._report)
         self._stack = ExitStack()
@@ -124,6 +128,7 @@ class StoreNode:
             for segment in self._segments:
                 segment.open(self._engine)
                 stack.callback(segment.close)
+            stack.callback(self._mailboxes.close)
             stack.callback(self._keeper.close)
             self._keeper.open()
             stack.callback(self._registration.close)
@@ -204,10 +209,8 @@ class StoreNode:
         return self._segments[number]
 
     def _take(self, peer: str, note: NodeNote) -> None:
-        if isinstance(note, Written):
+        if isinstance(note, Written | Unwritten):
             self._record(note)
-        elif isinstance(note, Unwritten):
-            self._segment(note.segment).forget(note.key, note.offset)
         elif isinstance(note, AskSegment):
             self._answer(peer, note)
         elif isinstance(note, OfferSegment):
@@ -224,17 +227,26 @@ class StoreNode:
     def _answer(self, peer: str, note: AskSegment) -> None:
         key = self._segment(note.segment).offer_to(peer, for_copies=note.for_copies)
         anew = self._settlement.is_anew()  # as of after the offer: those before it are asked
-        offer = OfferSegment(
-            note.ask_id, key.encode(), anew, self._settlement.leaders if anew else []
-        )
+        mailbox, clock = b"", ""
+        if not note.for_copies and not self._segment(note.segment).is_logged:
+            mailbox, clock = self._mailboxes.offer_to(peer)
+        leaders = self._settlement.leaders if anew else []
+        offer = OfferSegment(note.ask_id, key.encode(), anew, leaders, mailbox, clock)
         encode = encode_to_node if note.for_copies else encode_to_client
         self._engine.notify(peer, encode(offer))
 
-    def _record(self, note: Written) -> None:
-        segment = self._segment(note.segment)
-        segment.record(note.held)
-        if segment.index.is_kept:
+    def _record(self, note: Note) -> None:
+        if self._segment(note.segment).is_logged:
+            self._enter(note.segment, [note])
             self._keeper.wake()
+        else:
+            self._mailboxes.take_sent(note)
+
+    def _enter(self, number: int, notes: Sequence[Note]) -> None:
+        try:
+            self._segment(number).enter(notes)
+        except KVStoreError as error:
+            logger.info("%s notes of segment %s: %s", len(notes), number, error)
 
     def _report(self, segment: int, blocks: Sequence[IndexedBlock]) -> int:
         """Tell the masters of blocks that are no more; return how many they believed in."""

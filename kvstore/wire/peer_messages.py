@@ -27,10 +27,15 @@ class AskSegment(msgspec.Struct, frozen=True, tag="ask_segment"):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """These blocks lie in your segment now; remember them for the day the master forgets."""
+    """These blocks lie in your segment now; remember them for the day the master forgets.
+
+    `stamp`: when it was sent, in nanoseconds of the clock that is both ends'; 0: they share none.
+    What is left in a mailbox has its stamp there.
+    """
 
     held: HeldBlocks
     segment: int = 0
+    stamp: int = 0
 
 
 class Unwritten(msgspec.Struct, frozen=True, tag="unwritten"):
@@ -39,6 +44,7 @@ class Unwritten(msgspec.Struct, frozen=True, tag="unwritten"):
     key: Key
     offset: int
     segment: int = 0
+    stamp: int = 0
 
 
 class Leader(msgspec.Struct, frozen=True, array_like=True):
@@ -55,12 +61,17 @@ class OfferSegment(msgspec.Struct, frozen=True, tag="offer_segment"):
     `anew`: the node has registered with a master that knows nothing of what earlier ones granted.
     Nothing may be written here that was granted before this offer came, nor by others than the
     `leaders`.
+
+    `mailbox`: the key to where notes about this segment can be left; empty: they are sent.
+    `clock`: see `kvstore.mailbox.clock_name`.
     """
 
     ask_id: int
     region_key: bytes
     anew: bool = False
     leaders: list[Leader] = []
+    mailbox: bytes = b""
+    clock: str = ""
 
 
 class AskAtRest(msgspec.Struct, frozen=True, tag="ask_at_rest"):
@@ -106,6 +117,16 @@ def encode_to_node(note: NodeNote) -> bytes:
 def encode_to_client(note: ClientNote) -> bytes:
     """Return the notify payload of a note to a client."""
     return TO_CLIENT + _encoder.encode(note)
+
+
+def encode_note(note: Written | Unwritten) -> bytes:
+    """Return what is left in a mailbox: a note without the prefix."""
+    return _encoder.encode(note)
+
+
+def decode_note(payload: bytes) -> NodeNote:
+    """Read what was left in a mailbox. Raises msgspec.MsgspecError."""
+    return _node_decoder.decode(payload)
 
 
 def decode_to_node(payload: bytes) -> NodeNote:

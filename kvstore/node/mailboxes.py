@@ -1,0 +1,233 @@
+"""A node's mailboxes, one for each client of its host; see `kvstore/mailbox.py`.
+
+    segment.index ─▶ catch_up ─▶ notes of all mailboxes, by their stamps ─▶ indices
+    a note is sent ─▶ catch_up, up to its stamp ─▶ that note
+
+What a note says of a place holds until somebody else is given the place, which happens after the
+note was left; so in the order of stamps the last one is right. A note that was sent can come late:
+then it gives way to those that were taken before it and have later stamps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from kvstore import copying, mailbox
+from kvstore.node.indexed_block import blocks_of, columns_of
+from kvstore.wire.messages import HeldBlocks
+from kvstore.wire.peer_messages import Unwritten, Written, decode_note
+from transfer import Access, TransferError, allocate
+
+if TYPE_CHECKING:
+    from transfer import Memory, Region, RegionKey, TransferEngine
+
+logger = logging.getLogger(__name__)
+
+MAILBOXES_MAX: Final = 1024
+RECENT_MAX: Final = 4096  # taken notes that are remembered for those that come late
+
+Note = Written | Unwritten
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Mailbox:
+    """`taken`: how far it was read. `is_broken`: what is there makes no sense."""
+
+    memory: Memory
+    region: Region
+    key: RegionKey
+    address: int
+    taken: int = 0
+    is_broken: bool = False
+
+
+class _Recent(NamedTuple):
+    segment: int
+    start: int
+    end: int
+    stamp: int
+
+
+class Mailboxes:
+    """Thread-safe.
+
+    Args:
+        engine: The node's.
+        enter: Takes notes of one kind about one segment, in order.
+    """
+
+    def __init__(self, engine: TransferEngine, enter: Callable[[int, list[Note]], None]) -> None:
+        self._engine = engine
+        self._enter = enter
+        self._lock = threading.RLock()
+        self._boxes: dict[str, _Mailbox] = {}
+        self._recent: deque[_Recent] = deque(maxlen=RECENT_MAX)
+        self._clock = mailbox.clock_name()
+        self._closed = False
+        engine.on_peer_lost(lambda peer, evidence: self.remove(peer))
+
+    def offer_to(self, peer: str) -> tuple[bytes, str]:
+        """Return the key to a client's mailbox, and its clock; no key if it can have none."""
+        if not mailbox.is_available() or peer == self._engine.name:
+            return b"", ""
+        self._remove_strangers()
+        with self._lock:
+            box = self._boxes.get(peer)
+            if box is None:
+                if self._closed or len(self._boxes) >= MAILBOXES_MAX:
+                    return b"", ""
+                box = self._boxes[peer] = self._make(peer)
+            return box.key.encode(), self._clock
+
+    def catch_up(self, until_ns: int | None = None) -> None:
+        """Take what was left before now, or before that time of the monotonic clock.
+
+        Whoever looks at what notes are about does so first.
+        """
+        if self._boxes:
+            with self._lock:
+                self._take(until_ns)
+
+    def take_sent(self, note: Note) -> None:
+        """Take a note that did not come by a mailbox."""
+        with self._lock:
+            self.catch_up(note.stamp or None)
+            kept = self._without_late(note)
+            if kept is not None:
+                self._enter(note.segment, [kept])
+                if note.stamp:
+                    self._remember(kept, note.stamp)
+
+    def remove(self, peer: str) -> None:
+        """A client is gone: take what it left, and free its mailbox."""
+        with self._lock:
+            box = self._boxes.get(peer)
+            if box is None:
+                return
+            self._close(box)
+            self._take(None)
+            del self._boxes[peer]
+        self._free(box)
+
+    def close(self) -> None:
+        """Free all; idempotent."""
+        with self._lock:
+            self._closed = True
+            boxes, self._boxes = self._boxes, {}
+            for box in boxes.values():
+                self._close(box)
+        for box in boxes.values():
+            self._free(box)
+
+    def _make(self, peer: str) -> _Mailbox:
+        memory = allocate(mailbox.MAILBOX_BYTES, huge_pages=False)
+        region = self._engine.register(memory)
+        key = self._engine.offer(region, to=peer, access=Access.READ | Access.WRITE)
+        return _Mailbox(memory=memory, region=region, key=key, address=region.start)
+
+    def _free(self, box: _Mailbox) -> None:
+        self._engine.release(box.region)
+        box.memory.close()
+
+    def _remove_strangers(self) -> None:
+        """Remove the mailboxes of those whom the engine has cut off without a word to us."""
+        for peer in list(self._boxes):
+            try:
+                self._engine.peer(peer)
+            except TransferError:
+                self.remove(peer)
+
+    # -- under the lock -------------------------------------------------------------------------
+
+    def _close(self, box: _Mailbox) -> None:
+        assert copying.compiled is not None
+        copying.compiled.mailbox_close(box.address, mailbox.MAILBOX_BYTES)
+
+    def _take(self, until_ns: int | None) -> None:
+        """Take the notes of all mailboxes up to a time, which is before any of them is read.
+
+        Hence with each note those are taken that were left before it was thought of.
+        """
+        assert copying.compiled is not None
+        until = time.monotonic_ns() if until_ns is None else until_ns
+        stamped: list[tuple[int, bytes]] = []
+        for peer, box in self._boxes.items():
+            if box.is_broken:
+                continue
+            try:
+                box.taken, notes = copying.compiled.mailbox_take(
+                    box.address, mailbox.MAILBOX_BYTES, box.taken, until
+                )
+            except ValueError as error:
+                logger.warning("mailbox of %s: %s", peer, error)
+                box.is_broken = True
+                self._close(box)
+                continue
+            stamped += notes
+        if not stamped:
+            return
+        stamped.sort(key=lambda each: each[0])
+        decoded = [(s, note) for s, payload in stamped for note in _decoded(payload)]
+        for segment, run in groupby((note for _, note in decoded), key=lambda n: n.segment):
+            self._enter(segment, list(run))
+        for stamp, note in decoded:
+            self._remember(note, stamp)
+
+    def _remember(self, note: Note, stamp: int) -> None:
+        self._recent.extend(_Recent(note.segment, *span, stamp) for span in _spans(note))
+
+    def _without_late(self, note: Note) -> Note | None:
+        """Return a sent note, or what is left of it where later ones were taken before it."""
+        if not note.stamp:
+            return note
+        later = [r for r in self._recent if r.stamp > note.stamp and r.segment == note.segment]
+        if not later:
+            return note
+        if isinstance(note, Unwritten):
+            return None if any(r.start == note.offset for r in later) else note
+        kept = [
+            block
+            for block in blocks_of(note.held)
+            if not any(r.start < block.end and block.offset < r.end for r in later)
+        ]
+        return msgspec.structs.replace(note, held=columns_of(kept)) if kept else None
+
+
+def joined(notes: Iterable[Note]) -> Iterator[HeldBlocks | Unwritten]:
+    """Put together what notes about one segment say, in order."""
+    for kind, run in groupby(notes, key=type):
+        if kind is Unwritten:
+            yield from (note for note in run if isinstance(note, Unwritten))
+            continue
+        held = [note.held for note in run if isinstance(note, Written)]
+        if len(held) == 1:
+            yield held[0]
+        else:
+            yield columns_of(block for one in held for block in blocks_of(one))
+
+
+def _decoded(payload: bytes) -> Iterator[Note]:
+    try:
+        note = decode_note(payload)
+    except msgspec.MsgspecError as error:
+        logger.warning("malformed note in a mailbox: %s", error)
+        return
+    if isinstance(note, Written | Unwritten):
+        yield note
+
+
+def _spans(note: Note) -> Iterator[tuple[int, int]]:
+    if isinstance(note, Unwritten):
+        yield note.offset, note.offset + 1
+        return
+    held = note.held
+    yield from zip(held.offsets, map(int.__add__, held.offsets, held.lengths), strict=False)

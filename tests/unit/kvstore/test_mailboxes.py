@@ -1,0 +1,351 @@
+"""Notes that clients leave in a node's memory: all of them, in their order, and only those."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from configs.schema import TransferBackend, TransferConfig
+from kvstore import MasterServer, PutOutcome, copying, mailbox
+from kvstore.client import reserved_places
+from kvstore.master import storing
+from kvstore.node.mailboxes import Mailboxes
+from kvstore.wire.messages import HeldBlocks
+from kvstore.wire.peer_messages import TO_NODE, Unwritten, Written, decode_to_node
+from tests.support.engines import eventually
+from tests.support.store_pool import Pool
+from transfer import allocate
+
+STORED = PutOutcome.STORED
+SIZE = 4096
+FOREVER = (1 << 63) - 1
+
+pytestmark = pytest.mark.skipif(not mailbox.is_available(), reason="needs the compiled part")
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+class Box:
+    """Memory of a mailbox, and both ends of it."""
+
+    def __init__(self, stack, nbytes):
+        memory = allocate(nbytes, huge_pages=False)
+        stack.callback(memory.close)
+        self.array = memory.tensor.numpy()
+        self.place = self.array.ctypes.data, nbytes
+        self.tail = 0
+
+    def leave(self, note):
+        return copying.compiled.mailbox_leave(*self.place, note)
+
+    def take(self, until_ns=FOREVER):
+        self.tail, notes = copying.compiled.mailbox_take(*self.place, self.tail, until_ns)
+        return notes
+
+
+def test_what_is_left_is_taken_once_and_in_order(stack):
+    rng = random.Random()
+    box = Box(stack, 4096)
+    waiting, refused, taken = [], 0, 0
+    for _ in range(5000):  # around the ring's end again and again
+        note = secrets.token_bytes(rng.randrange(700))
+        used = sum(16 + -(-len(each) // 8) * 8 for each in waiting)
+        fits = used + 16 + -(-len(note) // 8) * 8 <= 4096 - 192
+        assert box.leave(note) is fits
+        if fits:
+            waiting.append(note)
+        else:
+            refused += 1
+        if rng.random() < 0.2:
+            notes = box.take()
+            assert [payload for _, payload in notes] == waiting
+            stamps = [stamp for stamp, _ in notes]
+            assert stamps == sorted(stamps)
+            taken, waiting = taken + len(waiting), []
+    assert refused
+    assert taken > 1000
+
+
+def test_only_what_was_left_before_a_time_is_taken(stack):
+    box = Box(stack, 4096)
+    assert box.leave(b"early")
+    between = time.monotonic_ns()
+    assert box.leave(b"late")
+    assert [payload for _, payload in box.take(between)] == [b"early"]
+    assert box.take(between) == []
+    ((stamp, payload),) = box.take()
+    assert payload == b"late"
+    assert between < stamp <= time.monotonic_ns()
+
+
+def test_a_closed_mailbox_takes_nothing_and_loses_nothing(stack):
+    box = Box(stack, 4096)
+    assert box.leave(b"before")
+    copying.compiled.mailbox_close(*box.place)
+    assert box.leave(b"after") is False
+    assert next(payload for _, payload in box.take()) == b"before"
+
+
+def test_half_a_note_is_none(stack):
+    box = Box(stack, 4096)
+    assert box.leave(b"whole")
+    head = box.array[:8].copy()
+    assert box.leave(b"half")
+    box.array[:8] = head  # as if its writer had been killed before it told
+    assert [payload for _, payload in box.take()] == [b"whole"]
+    assert box.leave(b"next")
+    assert [payload for _, payload in box.take()] == [b"next"]
+
+
+def scribble(box, at, number, nbytes):
+    box.array[at : at + nbytes] = np.frombuffer(number.to_bytes(nbytes, "little"), dtype=np.uint8)
+
+
+HEADS = [(0, number, 8) for number in (7, 8, 4000, 1 << 40, (1 << 64) - 8)]
+LENGTHS = [(192, number, 4) for number in (9, 4000, (1 << 32) - 1)]
+
+
+@pytest.mark.parametrize(("at", "number", "nbytes"), HEADS + LENGTHS)
+def test_nonsense_is_refused_and_reaches_nothing(stack, at, number, nbytes):
+    box = Box(stack, 4096)
+    assert box.leave(b"a note")
+    scribble(box, at, number, nbytes)
+    with pytest.raises(ValueError, match="not left there by a client"):
+        box.take()
+    assert box.tail == 0
+
+
+@pytest.mark.parametrize("number", [1, 4096, 1 << 40, (1 << 64) - 8])
+def test_what_the_client_says_was_taken_is_not_believed(stack, number):
+    box = Box(stack, 4096)
+    assert box.leave(b"a note")
+    scribble(box, 64, number, 8)
+    box.leave(b"another")  # or not, if there seems to be no room
+    assert box.take()[0][1] == b"a note"
+
+
+def test_bad_places_are_refused(stack):
+    box = Box(stack, 4096)
+    address, _ = box.place
+    for place in ((address + 8, 4096), (address, 100), (address, 4090)):
+        with pytest.raises(ValueError, match="no place for a mailbox"):
+            copying.compiled.mailbox_leave(*place, b"x")
+    with pytest.raises(TypeError):
+        copying.compiled.mailbox_leave(*box.place, "text")
+
+
+# -- in a pool --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def still(monkeypatch):
+    monkeypatch.setattr(reserved_places, "IDLE_S", 60.0)
+
+
+def sent_notes(store, monkeypatch):
+    """The notes about blocks that a store sends from now on."""
+    engine, sent = store.client.core.engine, []
+    notify = engine.notify
+
+    def count(peer, payload):
+        if payload.startswith(TO_NODE) and isinstance(decode_to_node(payload), Written | Unwritten):
+            sent.append(decode_to_node(payload))
+        notify(peer, payload)
+
+    monkeypatch.setattr(engine, "notify", count)
+    return sent
+
+
+def fill(store, number=8):
+    """Put values until puts of this size are quick; return them by key."""
+    values = {secrets.token_bytes(16): secrets.token_bytes(SIZE) for _ in range(number)}
+    assert {store.put(key, data) for key, data in values.items()} == {STORED}
+    return values
+
+
+def restart(pool, masters):
+    """Put an empty master in the place of the only one, told by the nodes of what there is."""
+    port = int(pool.master.address.rpartition(":")[2])
+    pool.master.close()
+    pool.master = masters.enter_context(MasterServer(pool.config, secret=pool.secret, port=port))
+    pool.masters[:] = [pool.master]
+    eventually(lambda: pool.master.statistics().nodes == len(pool.nodes), "nodes register again")
+
+
+def test_no_put_wakes_the_node_and_a_new_master_knows_all(stack, monkeypatch, still):
+    masters = stack.enter_context(ExitStack())
+    pool = Pool(stack, open_put_s=1.0, heartbeat_s=0.1)
+    stores = [pool.store, pool.connect()]
+    sent = [sent_notes(store, monkeypatch) for store in stores]
+    values = {}
+    for store in stores:
+        values |= fill(store)
+        many = [secrets.token_bytes(16) for _ in range(5)]
+        bodies = [secrets.token_bytes(SIZE) for _ in many]
+        assert set(store.put_batch(many, bodies)) == {STORED}
+        values |= dict(zip(many, bodies, strict=True))
+    assert sent == [[], []]
+    known = {block.key for block in pool.nodes[0].segments[0].index.blocks()}
+    assert known == set(values)
+    restart(pool, masters)
+    assert {key: pool.store.get(key) for key in values} == values
+    pool.master.check_invariants()
+
+
+def test_what_does_not_fit_is_sent(stack, monkeypatch, still):
+    monkeypatch.setattr(mailbox, "MAILBOX_BYTES", 1024)
+    pool = Pool(stack)
+    sent = sent_notes(pool.store, monkeypatch)
+    values = fill(pool.store, 60)
+    assert 0 < len(sent) < 60
+    assert all(note.stamp for note in sent)
+    segment = pool.nodes[0].segments[0]
+    eventually(lambda: {b.key for b in segment.index.blocks()} == set(values), "all are known")
+
+
+def test_tcp_clients_send_theirs(stack, monkeypatch, still):
+    pool = Pool(stack)
+    store = pool.connect(transfer=TransferConfig(backend=TransferBackend.TCP))
+    sent = sent_notes(store, monkeypatch)
+    values = fill(store)
+    assert len(sent) == len(values)
+    assert not any(note.stamp for note in sent)
+
+
+@pytest.mark.parametrize("mailbox_bytes", [1024, 64 << 10])
+@pytest.mark.parametrize("other_clock", [False, True])
+def test_several_clients_in_a_pool_that_is_small(
+    stack, monkeypatch, still, mailbox_bytes, other_clock
+):
+    """What is there is known as it is, whoever wrote over whose place last."""
+    masters = stack.enter_context(ExitStack())
+    monkeypatch.setattr(mailbox, "MAILBOX_BYTES", mailbox_bytes)
+    if other_clock:
+        monkeypatch.setattr(Mailboxes, "offer_to", lambda self, peer: (b"", ""))
+    monkeypatch.setattr(storing, "RESERVED_SHARE", 0.5)
+    pool = Pool(stack, segment_bytes=1 << 20, open_put_s=1.0, heartbeat_s=0.1)
+    stores, rng, values = [pool.store, pool.connect(), pool.connect()], random.Random(), {}
+    for _ in range(400):
+        store, dice = rng.choice(stores), rng.random()
+        size = rng.choice([SIZE, SIZE, SIZE, 3 * SIZE, 100_000])
+        if dice < 0.6:
+            key, data = secrets.token_bytes(16), secrets.token_bytes(size)
+            if store.put(key, data) is STORED:
+                values[key] = data
+        elif dice < 0.75 and values:
+            key = rng.choice(list(values))
+            if rng.random() < 0.5:
+                store.put(key, secrets.token_bytes(size))  # taken, unless it was evicted
+                values.pop(key)
+                store.remove(key)
+            else:
+                store.remove(key)
+                values.pop(key)
+        elif dice < 0.9:
+            keys = [secrets.token_bytes(16) for _ in range(3)]
+            bodies = [secrets.token_bytes(size) for _ in keys]
+            for key, data, outcome in zip(keys, bodies, store.put_batch(keys, bodies), strict=True):
+                if outcome is STORED:
+                    values[key] = data
+        else:
+            pool.nodes[0].segments[0].index.blocks()  # somebody looks in between
+    there = {key for key in values if pool.store.exists(key)}
+    assert there
+    restart(pool, masters)
+    found = {key: pool.store.get(key) for key in values}
+    assert there <= {key for key, data in found.items() if data is not None}
+    assert all(data in (None, values[key]) for key, data in found.items())
+    assert pool.master.statistics().corrupt_blocks == 0
+    pool.master.check_invariants()
+
+
+@pytest.mark.parametrize("mailbox_bytes", [1024, 64 << 10])
+def test_the_last_word_on_a_place_is_what_is_remembered(stack, monkeypatch, still, mailbox_bytes):
+    monkeypatch.setattr(mailbox, "MAILBOX_BYTES", mailbox_bytes)
+    pool = Pool(stack)
+    stores, rng, last = [pool.store, pool.connect(), pool.connect()], random.Random(), {}
+    for store in stores:
+        fill(store, 1)
+    (node,) = pool.nodes
+    node.segments[0].index.forget_range(0, pool.config.segment_bytes)
+    unsaid = set()
+    for _ in range(1000):
+        place, key, store = rng.randrange(20), secrets.token_bytes(16), rng.choice(stores)
+        if place in last and rng.random() < 0.3:
+            key, store = last.pop(place)  # who said it takes it back
+            unsaid.add(key)
+            store.client.segments.tell(node.name, Unwritten(key, place * SIZE))
+        else:
+            store.client.segments.tell(node.name, written(key, place * SIZE, 0))
+            last[place] = key, store
+        if rng.random() < 0.02:
+            node.segments[0].index.blocks()
+
+    def settled():
+        found = {b.offset // SIZE: b.key for b in node.segments[0].index.blocks()}
+        # Where nothing is now, what was there long before may be believed: its bytes say no.
+        return unsaid.isdisjoint(found.values()) and all(
+            found.get(place) == key for place, (key, _) in last.items()
+        )
+
+    eventually(settled, "what was said last")
+
+
+def written(key, offset, stamp):
+    return Written(HeldBlocks([key], [offset], [SIZE], [1]), 0, stamp)
+
+
+def test_a_late_note_gives_way_to_what_was_left_after_it(stack, still):
+    pool = Pool(stack)
+    values = fill(pool.store)
+    node = pool.nodes[0]
+    segment = node.segments[0]
+    before = {block.key: block.offset for block in segment.index.blocks()}
+    assert set(before) == set(values)
+    stamp, now = min(r.stamp for r in node._mailboxes._recent) - 1, time.monotonic_ns()
+    key, offset = next(iter(before.items()))
+    node._mailboxes.take_sent(written(b"l" * 16, offset, stamp))
+    node._mailboxes.take_sent(written(b"o" * 16, offset + SIZE // 2, stamp))
+    node._mailboxes.take_sent(Unwritten(key, offset, 0, stamp))
+    assert {block.key: block.offset for block in segment.index.blocks()} == before
+    node._mailboxes.take_sent(written(b"n" * 16, offset, now))
+    assert segment.index.at(offset).key == b"n" * 16
+    node._mailboxes.take_sent(Unwritten(b"n" * 16, offset, 0, time.monotonic_ns()))
+    assert segment.index.at(offset) is None
+
+
+def test_the_mailbox_of_a_client_that_leaves_is_freed(stack, still):
+    pool = Pool(stack)
+    with pool.connect() as store:
+        values = fill(store)
+        boxes = pool.nodes[0]._mailboxes._boxes
+        assert len(boxes) == 1
+    eventually(lambda: not boxes, "it is freed")
+    index = pool.nodes[0].segments[0].index
+    assert {block.key for block in index.blocks()} == set(values)
+
+
+def test_a_mailbox_full_of_nonsense_ends_nothing(stack, monkeypatch, still):
+    pool = Pool(stack)
+    values = fill(pool.store)
+    node = pool.nodes[0]
+    (box,) = node._mailboxes._boxes.values()
+    box.region.array[:8] = 255
+    assert {block.key for block in node.segments[0].index.blocks()} == set()
+    assert box.is_broken
+    sent = sent_notes(pool.store, monkeypatch)
+    more = fill(pool.store)
+    assert len(sent) == len(more)
+    eventually(
+        lambda: {b.key for b in node.segments[0].index.blocks()} == set(more), "they are sent"
+    )
+    assert {key: pool.store.get(key) for key in values} == values
