@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import click
@@ -39,6 +40,15 @@ PLANNED = (
     ("vllm", "vllm", "the vLLM connector"),
     ("sglang", "sglang", "the SGLang storage backend"),
 )
+#: extension modules, by their paths without suffix
+COMPILED = (
+    *("transfer/_native", "dispatch/_native", "kvstore/_native", "kvstore/_rows"),
+    "moe_runtime/models/_tiles",
+)
+#: Linux that makes huge pages of a memory file for who asks (MADV_COLLAPSE), whatever its policy
+COLLAPSE_RELEASE = (6, 1)
+#: policies of `shmem_enabled` with which memory files get huge pages
+SHMEM_GIVES = ("always", "within_size", "advise", "force")
 MEMORY_BYTES_MIN = 2 << 30
 PROBE_BYTES = 1 << 20
 
@@ -65,11 +75,13 @@ def examine() -> Iterator[Finding]:
     looks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _versions,
         _origins,
+        _compiled,
         _extras,
         _processors,
         _memory,
         _memfd,
         _huge_pages,
+        _process_memory,
         _loopback,
         _temporary_files,
     )
@@ -97,6 +109,24 @@ def _origins() -> Iterator[Finding]:
         found = Path(spec.origin).resolve().parent if spec and spec.origin else None
         good = found == home / name
         yield Finding(Verdict.OK if good else Verdict.FAIL, f"package {name}", str(found))
+
+
+def _compiled() -> Iterator[Finding]:
+    """Loops in C; without them the same is done in Python."""
+    home = Path(__file__).resolve().parents[1]
+    if os.environ.get("MOE_RUNTIME_NATIVE") == "0":
+        yield Finding(Verdict.NOTE, "compiled code", "turned off by MOE_RUNTIME_NATIVE=0: slower")
+        return
+    missing = [
+        name
+        for name in COMPILED
+        if not any((home / f"{name}{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)
+    ]
+    if missing:
+        detail = f"{', '.join(missing)} not built: slower; install with a C compiler"
+        yield Finding(Verdict.NOTE, "compiled code", detail)
+    else:
+        yield Finding(Verdict.OK, "compiled code", "built")
 
 
 def _extras() -> Iterator[Finding]:
@@ -142,10 +172,37 @@ def _memfd() -> Iterator[Finding]:
 
 def _huge_pages() -> Iterator[Finding]:
     folder = Path("/sys/kernel/mm/transparent_hugepage")
-    chosen = [_chosen(folder / name) for name in ("enabled", "shmem_enabled")]
-    verdict = Verdict.NOTE if "never" in chosen[:1] else Verdict.OK
-    detail = "private memory: {}, shared memory: {}".format(*chosen)
+    private, shared = (_chosen(folder / name) for name in ("enabled", "shmem_enabled"))
+    detail = f"private memory: {private}, shared memory: {shared}"
+    verdict = Verdict.NOTE if private == "never" else Verdict.OK
     yield Finding(verdict, "transparent huge pages", detail)
+    table = dict(line.split(":", 1) for line in _lines(Path("/proc/meminfo")))
+    reserved = int(table.get("HugePages_Total", "0"))
+    asked = bool(_lines(folder / "hpage_pmd_size")) and _release() >= COLLAPSE_RELEASE
+    if reserved or (asked and shared != "deny") or shared in SHMEM_GIVES:
+        detail = f"{reserved} reserved (vm.nr_hugepages), transparent ones where memory files ask"
+        yield Finding(Verdict.OK, "shared huge pages", detail)
+    else:
+        detail = (
+            "none: the pool lies in small pages, which costs copies and disks time; reserve some "
+            "(vm.nr_hugepages), or set shmem_enabled to advise"
+        )
+        yield Finding(Verdict.NOTE, "shared huge pages", detail)
+
+
+def _release() -> tuple[int, ...]:
+    numbers = platform.release().split("-")[0].split(".")[:2]
+    return tuple(int(number) if number.isdecimal() else 0 for number in numbers)
+
+
+def _process_memory() -> Iterator[Finding]:
+    """By which memory that nobody can map is copied within a host."""
+    scope = "".join(_lines(Path("/proc/sys/kernel/yama/ptrace_scope"))).strip() or "0"
+    if scope == "0" or (os.geteuid() == 0 and scope != "3"):
+        yield Finding(Verdict.OK, "process memory", "can be copied between processes of one user")
+    else:
+        detail = f"ptrace_scope is {scope}: memory that is not of allocate() goes by tcp in a host"
+        yield Finding(Verdict.NOTE, "process memory", detail)
 
 
 def _chosen(path: Path) -> str:

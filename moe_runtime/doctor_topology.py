@@ -85,6 +85,8 @@ def topology_command(
 def _tree(root: Path) -> Iterator[Path]:
     """Give the folder of a machine; a record is written out for as long as it is read."""
     if root.is_dir():
+        if not (root / "sys").is_dir():
+            raise ValueError(f"{root}: expected a folder with a sys/ in it, or a record")
         yield root
         return
     with tempfile.TemporaryDirectory(prefix="moe-runtime-topology-") as folder:
@@ -116,13 +118,20 @@ def _show(
     if not topology.gpus:
         console.print("No GPUs.\n")
     if not rail_ends(topology, choice=choice):
-        console.print("No rails: no RDMA device, and no interface with an address.\n")
+        console.print(f"No rails: {_why_no_rails(topology)}.\n", markup=False)
     if warnings:
         console.print(Text("Warnings", style="bold"))
     for warning in warnings:
         found = Text.assemble((warning.device, "yellow"), f": {warning.problem}")
         console.print(Padding(found, (0, 0, 0, 2)))
         console.print(Padding(Text(f"-> {warning.remedy}"), (0, 0, 0, 6)))
+
+
+def _why_no_rails(topology: Topology) -> str:
+    there_are = [end.name for end in rail_ends(topology)]
+    if not there_are:
+        return "no RDMA device, and no interface with an address"
+    return f"--include and --exclude leave none of {', '.join(there_are)}"
 
 
 def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:

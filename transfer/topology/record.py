@@ -153,8 +153,13 @@ def load_record(path: Path) -> TopologyRecord:
     """
     if path.stat().st_size > RECORD_BYTES_MAX:
         raise ValueError(f"{path}: larger than {RECORD_BYTES_MAX} bytes, no topology record")
-    document = json.loads(path.read_text(encoding="utf-8"))
     try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: no topology record: {error}") from error
+    try:
+        if not isinstance(document, dict):
+            raise TypeError(f"expected an object, seen a {type(document).__name__}")
         record = TopologyRecord(
             note=str(document.get("note", "")),
             files={str(name): str(text) for name, text in document["files"].items()},
@@ -165,8 +170,10 @@ def load_record(path: Path) -> TopologyRecord:
                 for name, found in document.get("addresses", {}).items()
             },
         )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: no topology record: {error!r}") from error
+    except KeyError as error:
+        raise ValueError(f"{path}: no topology record: it has no {error}") from error
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: no topology record: {error}") from error
     links = record.links
     for name in (*record.files, *links, *links.values(), *record.folders):
         parts = Path(name).parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -71,3 +72,42 @@ def test_looking_leaves_nothing_open() -> None:
     before = set(os.listdir("/proc/self/fd"))
     list(doctor.examine())
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_not_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOE_RUNTIME_NATIVE", raising=False)
+    monkeypatch.setattr(doctor, "COMPILED", ("transfer/_none", "kvstore/_neither"))
+    finding = report()["compiled code"]
+    assert finding.verdict is doctor.Verdict.NOTE
+    assert finding.detail.startswith("transfer/_none, kvstore/_neither not built")
+    monkeypatch.setenv("MOE_RUNTIME_NATIVE", "0")
+    assert "MOE_RUNTIME_NATIVE=0" in report()["compiled code"].detail
+
+
+@pytest.mark.parametrize(
+    ("files", "subject", "verdict"),
+    [
+        ({"shmem_enabled": "always within_size [advise] never"}, "shared huge pages", "ok"),
+        ({"meminfo": "HugePages_Total: 7"}, "shared huge pages", "ok"),
+        ({"shmem_enabled": "[never]"}, "shared huge pages", "note"),
+        ({"shmem_enabled": "[never]", "hpage_pmd_size": "2097152"}, "shared huge pages", "ok"),
+        ({"shmem_enabled": "[deny]", "hpage_pmd_size": "2097152"}, "shared huge pages", "note"),
+        ({"enabled": "always madvise [never]"}, "transparent huge pages", "note"),
+        ({"ptrace_scope": "3"}, "process memory", "note"),
+        ({"ptrace_scope": "0"}, "process memory", "ok"),
+        ({"ptrace_scope": ""}, "process memory", "ok"),
+    ],
+)
+def test_what_costs_time_is_told(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], subject: str, verdict: str
+) -> None:
+    files = {"meminfo": "MemAvailable: 9 kB", **files}
+    monkeypatch.setattr(doctor, "_lines", lambda path: files.get(path.name, "").splitlines())
+    monkeypatch.setattr(doctor, "_release", lambda: (6, 1))
+    assert report()[subject].verdict == verdict
+
+
+def test_compiled_code_is_what_is_built() -> None:
+    pattern = r'Extension\(\s*"([\w.]+)"'
+    names = re.findall(pattern, (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert {name.replace(".", "/") for name in names} == set(doctor.COMPILED)

@@ -159,3 +159,31 @@ def test_doctor_alone_still_examines_and_knows_its_subcommand() -> None:
     result = CliRunner().invoke(main, ["doctor", "--help"])
     assert "topology" in result.output
     assert CliRunner().invoke(main, ["doctor", "nothing"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("{", "Expecting property name"), ("[]", "expected an object, seen a list"),
+     ('{"a": 1}', "it has no 'files'"), ('{"files": 1, "links": 2}', "no topology record")],
+)  # fmt: skip
+def test_what_is_no_record_says_which_file_and_why(tmp_path, text, problem):
+    file = tmp_path / "record.json"
+    file.write_text(text)
+    result = CliRunner().invoke(main, ["doctor", "topology", "--root", str(file)])
+    assert result.exit_code == 1
+    assert str(file) in result.stderr
+    assert problem in result.stderr
+
+
+def test_a_folder_of_something_else_is_no_machine(tmp_path):
+    result = CliRunner().invoke(main, ["doctor", "topology", "--root", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "a folder with a sys/ in it" in result.stderr
+
+
+def test_a_choice_that_leaves_nothing_is_named():
+    result = CliRunner().invoke(main, ["doctor", "topology", "--include", "no-such-*"])
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    (line,) = [line for line in lines if line.startswith("No rails")] or [""]
+    assert "--include" in line or "no RDMA device" in line
