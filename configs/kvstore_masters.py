@@ -7,6 +7,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from configs.addresses import check_address
 from configs.certificates import check_certificates, check_readable
 from configs.frozen import Frozen
 
@@ -95,6 +96,11 @@ class KVMastersConfig(Frozen):
         " long to tell it what they hold.",
     )
     etcd: EtcdConfig = EtcdConfig()
+
+    @field_validator("addresses")
+    @classmethod
+    def _can_be_called(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check_address, addresses))
 
     @property
     def num_shards(self) -> int:

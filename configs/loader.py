@@ -2,6 +2,8 @@
 
     defaults  <  preset or file  <  environment  <  command line        (the right one wins)
 
+A command that needs no model gives what stands for settings that only others require.
+
 All problems are found before any is told: one `ConfigError` lists them, a line each.
 """
 
@@ -45,6 +47,7 @@ def load_config(
     *,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
+    unneeded: Sequence[str] = (),
 ) -> RuntimeConfig:
     """Load a preset (by name) or a YAML file (by path) with its overrides.
 
@@ -54,11 +57,12 @@ def load_config(
             environment and on the command line from the working directory.
         overrides: `section.key=value`, as given to `--set`; the last one wins.
         environ: Variables `MOE_RUNTIME__SECTION__KEY` are read.
+        unneeded: Required paths that the caller makes no use of: they may be missing.
 
     Raises:
         ConfigError: Lists everything that is wrong.
     """
-    return load(preset_or_path, overrides=overrides, environ=environ).config
+    return load(preset_or_path, overrides=overrides, environ=environ, unneeded=unneeded).config
 
 
 def load(
@@ -66,6 +70,7 @@ def load(
     *,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
+    unneeded: Sequence[str] = (),
 ) -> LoadedConfig:
     """Like `load_config`, and tell the origin of each value.
 
@@ -74,7 +79,8 @@ def load(
     """
     document = open_document(preset_or_path)
     flags, problems = flag_entries(overrides)
-    entries = [*document_entries(document), *environment_entries(environ), *flags]
+    missing = [Entry(name=n, value="none", origin="unneeded", base=Path()) for n in unneeded]
+    entries = [*missing, *document_entries(document), *environment_entries(environ), *flags]
     problems.extend(_unknown(entry) for entry in entries if entry.name not in settings())
     chosen = {entry.name: entry for entry in entries if entry.name in settings()}
     values, refused = _values(chosen.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from configs.schema import RuntimeConfig
+
+#: for `load_from_options`: of commands that serve no model
+NO_MODEL: Final = ("model.path",)
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
@@ -46,7 +49,11 @@ class ConfigRefused(click.ClickException):
 
 
 def load_from_options(
-    options: Mapping[str, Any], *, extra: Sequence[str] = (), for_workers: bool = False
+    options: Mapping[str, Any],
+    *,
+    extra: Sequence[str] = (),
+    for_workers: bool = False,
+    unneeded: Sequence[str] = (),
 ) -> RuntimeConfig:
     """Load the configuration that the options name.
 
@@ -54,12 +61,14 @@ def load_from_options(
         options: The values of `config_options`.
         extra: Overrides of the command itself, stronger than the user's.
         for_workers: It must say for whom they use the pool, wherever its masters are.
+        unneeded: As of `load_config`.
 
     Raises:
         ConfigRefused: With the loader's own message.
     """
     try:
-        config = load_config(options["config"], overrides=[*options["overrides"], *extra])
+        overrides = [*options["overrides"], *extra]
+        config = load_config(options["config"], overrides=overrides, unneeded=unneeded)
         if for_workers:
             config.kvstore.tenant_of_workers()
     except ValueError as error:  # a ConfigError is one too

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from configs.kvstore_segments import FileReader
 from kvstore import (
     StoreClient,
     StoreNode,
@@ -23,7 +22,7 @@ from kvstore import (
 from kvstore.discovery.finding import directory_of, followed
 from moe_runtime.block_fetcher import BlockFetcher
 from moe_runtime.expert_backup import ExpertBackup
-from moe_runtime.integrations.deepnvme import deepnvme_slab
+from moe_runtime.integrations.deepnvme import slab_for
 from moe_runtime.pool_load import pool_counters
 from moe_runtime.pooled_blocks import PooledBlocks
 
@@ -130,13 +129,12 @@ class PoolAccess:
         engine, around = self._engine, self._around
         config = self._config.kvstore.for_slot(around.rank)
         masters = self._masters = directory_of(config.masters, embedded=around.master_address)
-        wanted = any(segment.reader is FileReader.DEEPNVME for segment in config.lent)
         node = StoreNode(
             engine,
             masters,
             config,
             secret=around.secret,
-            make_slab=deepnvme_slab() if wanted else None,
+            make_slab=slab_for(config.lent),
         )
         chosen = config.tenant_of_workers()
         client = StoreClient(

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from moe_runtime.options import (
+    NO_MODEL,
     ConfigRefused,
     config_options,
     failures_in_one_line,
     load_from_options,
 )
-from moe_runtime.store_processes import until_signalled
+from moe_runtime.store_processes import check_masters, until_signalled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,11 +62,10 @@ def store_admin_command(embedded: str, **options: object) -> None:
     from moe_runtime.logs import configure_logging
 
     configure_logging("store-admin")
-    config = load_from_options(options)
+    config = load_from_options(options, unneeded=NO_MODEL)
     if not config.kvstore.admin.enabled:
         raise ConfigRefused("kvstore.admin.enabled is false")
-    if not (embedded or config.kvstore.masters.addresses or config.kvstore.masters.etcd.enabled):
-        raise click.UsageError("kvstore.masters: none is configured; or give --master")
+    check_masters(config.kvstore.masters, embedded)
     with failures_in_one_line(), until_signalled() as stack:
         secret = read_secret(config.cluster)
         server = stack.enter_context(store_administration(config, secret=secret, embedded=embedded))

@@ -10,9 +10,11 @@ import functools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import click
 import msgspec
+from click.core import ParameterSource
 from rich.console import Console
 
 from moe_runtime import store_tables as tables
@@ -81,8 +83,7 @@ def reached(command: Command) -> Command:
     ) -> None:
         from kvstore import KVStoreError  # here: it brings torch, which `--help` does without
 
-        if masters and url:
-            raise click.UsageError("--url and --master: one of them")
+        _check_one_way()
         try:
             admin = (
                 _direct(masters, secret_file)
@@ -92,7 +93,7 @@ def reached(command: Command) -> Command:
             with admin:
                 command(admin=admin, **options)
         except (KVStoreError, ValueError, OSError) as error:
-            raise click.ClickException(" ".join(str(error).split())) from error
+            raise click.ClickException(_in_one_line(error)) from error
 
     return reaching  # type: ignore[return-value]
 
@@ -191,7 +192,9 @@ def verify(admin: Admin, as_json: bool, sample: float, seed: int, only_look: boo
 def drain(
     admin: Admin, as_json: bool, node: str, cancel: bool, wait: bool, timeout_s: float
 ) -> None:
-    """Move all blocks away from NODE (its name, or an unambiguous beginning of it).
+    """Move all blocks away from a node.
+
+    NODE is its name, or an unambiguous beginning of it.
 
     Exit status 1 if something is left there at the end of the wait.
     """
@@ -242,6 +245,36 @@ def _parse_quota(text: str) -> tuple[str, int | None]:
     return tenant, None if number == "none" else Bytes().convert(number, None, None)
 
 
+def _check_one_way() -> None:
+    """Refuse options of both ways to the store; what the environment says is no option."""
+    context = click.get_current_context()
+
+    def given(*names: str) -> list[str]:
+        return [
+            f"--{name.replace('_', '-')}" if name != "masters" else "--master"
+            for name in names
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        ]
+
+    service, direct = given("url", "token_file", "authority"), given("masters", "secret_file")
+    if service and direct:
+        of_service, of_masters = ", ".join(service), ", ".join(direct)
+        raise click.UsageError(
+            f"{of_service} is for the service, {of_masters} for the masters: one of the two ways"
+        )
+
+
+def _in_one_line(error: Exception) -> str:
+    from kvstore import MasterUnavailable
+    from kvstore.admin.silent_master import why_silent
+    from transfer import RpcTimeout
+
+    line = " ".join(str(error).split())
+    if isinstance(error, MasterUnavailable) and isinstance(error.__cause__, RpcTimeout):
+        return f"{line}; {why_silent(error.address)}"
+    return line
+
+
 def _remote(url: str, token_file: Path | None, authority: Path | None) -> RemoteAdmin:
     from kvstore.admin.remote_admin import RemoteAdmin
     from kvstore.admin.tokens import read_token
@@ -249,10 +282,23 @@ def _remote(url: str, token_file: Path | None, authority: Path | None) -> Remote
     if token_file is None:
         raise click.UsageError("--token-file is needed (or --master and --secret-file)")
     where = url if "://" in url else f"http://{url}"
+    problem = _problem_of_url(where)
+    if problem is not None:
+        raise click.BadParameter(f"{problem}, seen {url!r}", param_hint="--url")
     return RemoteAdmin(where, token=read_token(token_file), authority=authority)
 
 
+def _problem_of_url(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none
+        good = False
+    return None if good else "expected http://HOST:PORT or https://HOST:PORT"
+
+
 def _direct(masters: tuple[str, ...], secret_file: Path | None) -> DirectAdmin:
+    from configs.addresses import check_address
     from configs.schema import ClusterConfig, TransferConfig
     from kvstore.admin.direct_admin import DirectAdmin
     from moe_runtime.cluster_secret import SecretInvalid, read_secret
@@ -263,6 +309,11 @@ def _direct(masters: tuple[str, ...], secret_file: Path | None) -> DirectAdmin:
         secret = read_secret(ClusterConfig(secret_file=secret_file))
     except SecretInvalid as error:
         raise ConfigRefused(str(error)) from error
+    try:
+        for address in masters:
+            check_address(address)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--master") from error
     return DirectAdmin(masters, TransferConfig(), secret=secret)
 
 

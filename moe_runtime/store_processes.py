@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moe_runtime.options import config_options, failures_in_one_line, load_from_options
+from configs.addresses import check_address
+from moe_runtime.options import (
+    NO_MODEL,
+    config_options,
+    failures_in_one_line,
+    load_from_options,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from configs.kvstore_masters import KVMastersConfig
     from configs.schema import KVStoreConfig
     from kvstore import MasterServer
 
@@ -45,7 +52,7 @@ def store_master_command(shard: int, host: str, port: int, **options: object) ->
     from moe_runtime.logs import configure_logging
 
     configure_logging(f"store-master-{shard}")
-    config = load_from_options(options)
+    config = load_from_options(options, unneeded=NO_MODEL)
     masters = config.kvstore.masters
     if not 0 <= shard < masters.num_shards:
         raise click.BadParameter(f"there are {masters.num_shards}", param_hint="--shard")
@@ -71,24 +78,27 @@ def store_master_command(shard: int, host: str, port: int, **options: object) ->
 @click.command("store-node")
 @config_options(default_preset="example")
 @click.option("--master", "embedded", default="", help="The only master, if none is configured.")
-def store_node_command(embedded: str, **options: object) -> None:
+@click.option("--slot", default=0, show_default=True, type=click.IntRange(0),
+              help="What `{slot}` in the paths of segments is.")  # fmt: skip
+def store_node_command(embedded: str, slot: int, **options: object) -> None:
     """Lend memory and disks of this machine to the KV store (`kvstore.segments`)."""
     from kvstore import StoreNode
     from kvstore.discovery.finding import directory_of, followed
     from moe_runtime.cluster_secret import read_secret
+    from moe_runtime.integrations.deepnvme import slab_for
     from moe_runtime.logs import configure_logging
     from transfer import TransferEngine
 
     configure_logging("store-node")
-    config = load_from_options(options)
-    try:
-        directory = directory_of(config.kvstore.masters, embedded=embedded)
-    except ValueError as error:
-        raise click.UsageError(f"{error}; or give --master") from error
+    config = load_from_options(options, unneeded=NO_MODEL)
+    check_masters(config.kvstore.masters, embedded)
+    directory = directory_of(config.kvstore.masters, embedded=embedded)
+    lent = config.kvstore.for_slot(slot)
     with failures_in_one_line(), until_signalled() as stack:
         secret = read_secret(config.cluster)
         engine = TransferEngine(config.transfer, name=secrets.token_hex(8), secret=secret)
-        node = StoreNode(engine, directory, config.kvstore, secret=secret)
+        make_slab = slab_for(lent.lent)
+        node = StoreNode(engine, directory, lent, secret=secret, make_slab=make_slab)
 
         def listen(peer: str, payload: bytes) -> None:
             node.on_notify(peer, payload)
@@ -99,6 +109,20 @@ def store_node_command(embedded: str, **options: object) -> None:
         stack.enter_context(node)
         click.echo(f"store node {engine.name} at {engine.address}")
         sys.stdout.flush()
+
+
+def check_masters(config: KVMastersConfig, embedded: str) -> None:
+    """Refuse a command that no option and no setting tells where a master is."""
+    if config.addresses or config.etcd.enabled:
+        return
+    if not embedded:
+        raise click.UsageError(
+            "kvstore.masters: neither addresses nor etcd.endpoints are set; or give --master"
+        )
+    try:
+        check_address(embedded)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--master") from error
 
 
 def _stand_for_election(

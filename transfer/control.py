@@ -301,9 +301,15 @@ class RpcClient:
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
             socket.maxmsgsize = MESSAGE_BYTES_MAX
+            self._socket = socket  # before what can fail: an open one would hold up `close`
             secure_client(socket, self._secret, identity=self._identity)
-            socket.connect(f"tcp://{self.address}")
-            self._socket = socket
+            try:
+                socket.connect(f"tcp://{self.address}")
+            except zmq.ZMQError as error:
+                self._drop_socket()
+                raise ControlError(
+                    f"{self.address!r} cannot be called: {error.strerror}"
+                ) from error
         return self._socket
 
     def _drop_socket(self) -> None:

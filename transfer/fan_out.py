@@ -24,7 +24,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from transfer.control import MESSAGE_BYTES_MAX, read_reply
+from transfer.control import MESSAGE_BYTES_MAX, ClientClosed, read_reply
 from transfer.curve import secure_client
 from transfer.errors import ControlError, RpcTimeout
 from transfer.local_lines import LocalLines
@@ -109,12 +109,12 @@ class RpcFanOut:
             the connection ended or the address is none. The request may have been carried out.
 
         Raises:
-            ControlError: The client is closed.
+            ClientClosed: Nothing was asked.
         """
         if not calls:
             return []
         if self._closed:
-            raise ControlError("the client is closed")
+            raise ClientClosed("the client is closed")
         if self._local is None:
             return self._wait(self._begin(calls, timeout_s))
         far: list[tuple[list[int], _Round]] = []
@@ -133,7 +133,7 @@ class RpcFanOut:
     def _begin(self, calls: Sequence[tuple[str, bytes]], timeout_s: float) -> _Round:
         sent = _Round(calls, timeout_s)
         if not self._hand_over(sent):
-            raise ControlError("the client is closed")
+            raise ClientClosed("the client is closed")
         return sent
 
     @staticmethod
@@ -199,9 +199,9 @@ class RpcFanOut:
                 os.close(self._wake_fd)
             for sent in rounds:
                 for idx in range(len(sent.calls)):
-                    sent.settle(idx, ControlError("the client is closed"))
+                    sent.settle(idx, ClientClosed("the client is closed"))
             for address in tuple(self._lines):
-                self._drop(address, ControlError("the client is closed"))
+                self._drop(address, ClientClosed("the client is closed"))
             context.term()
 
     def _turn(self, context: zmq.Context[zmq.Socket[bytes]]) -> bool:

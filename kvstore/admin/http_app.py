@@ -215,7 +215,7 @@ async def _read(request: Request, kind: type[BodyT]) -> BodyT:
         if len(body) > BODY_BYTES_MAX:
             raise HTTPException(413, f"a body has at most {BODY_BYTES_MAX} bytes")
     try:
-        return msgspec.json.decode(bytes(body), type=kind)
+        return msgspec.json.decode(bytes(body) or b"{}", type=kind)  # none: all by default
     except msgspec.MsgspecError as error:
         raise HTTPException(400, f"body: {error}") from error
 

@@ -114,7 +114,7 @@ class BadCopy(msgspec.Struct, frozen=True, kw_only=True):
     problem: str
 
 
-class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to verify.
 
     Attributes:

@@ -25,15 +25,18 @@ from kvstore.admin.reports import (
     SegmentReport,
     TenantPage,
 )
+from kvstore.admin.silent_master import why_silent
 from kvstore.discovery.directory import MasterDirectory, as_directory
 from kvstore.errors import KVStoreError, MasterRefused
 from kvstore.keys import KEY_BYTES
 from kvstore.wire import messages as m
 from kvstore.wire.master_link import MasterLink
 from kvstore.wire.standing import MasterRecord
+from transfer import RpcTimeout
 
 ReplyT = TypeVar("ReplyT", bound=m.Reply)
 PAGE_MAX: Final = 1 << 14
+BYTES_MAX: Final = (1 << 63) - 1  # what the wire and every allocator can count
 
 
 class StoreAdmin:
@@ -99,7 +102,8 @@ class StoreAdmin:
                 statistics = msgspec.structs.asdict(link.ask(m.Observe(), m.MasterStatistics))
                 figures += link.ask(m.ListSegments(), m.SegmentList).segments
             except KVStoreError as error:
-                masters.append(MasterReport(address=link.address, problem=str(error), figures={}))
+                problem = _problem_of(link.address, error)
+                masters.append(MasterReport(address=link.address, problem=problem, figures={}))
                 continue
             masters.append(MasterReport(address=link.address, problem=None, figures=statistics))
             for name, value in statistics.items():
@@ -178,16 +182,15 @@ class StoreAdmin:
 
     def rebalance(self, nbytes_max: int) -> RebalanceReport:
         """Move blocks from full segments to empty ones, at most so many bytes in all."""
-        if nbytes_max < 0:
-            raise ValueError(f"nbytes_max must not be negative, and is {nbytes_max}")
+        _check_bytes("nbytes_max", nbytes_max)
         each = -(-nbytes_max // len(self._links))
         done = [link.ask(m.Rebalance(each), m.Done).count for link in self._links]
         return RebalanceReport(planned=sum(done))
 
     def set_quota(self, tenant: str, nbytes: int | None) -> None:
         """Let a tenant use so many bytes of the whole pool; None: as many as there are."""
-        if nbytes is not None and nbytes < 0:
-            raise ValueError(f"a quota must not be negative, and is {nbytes}")
+        if nbytes is not None:
+            _check_bytes("a quota", nbytes)
         each = None if nbytes is None else -(-nbytes // len(self._links))
         for link in self._links:
             link.ask(m.SetQuota(tenant, each), m.Done)
@@ -219,6 +222,16 @@ def parse_key(text: str) -> bytes:
     if text and len(key) != KEY_BYTES:
         raise ValueError(f"a key is {2 * KEY_BYTES} hexadecimal digits, not {text!r}")
     return key
+
+
+def _problem_of(address: str, error: KVStoreError) -> str:
+    silent = isinstance(error.__cause__, RpcTimeout)
+    return why_silent(address) if silent else str(error)
+
+
+def _check_bytes(what: str, nbytes: int) -> None:
+    if not 0 <= nbytes <= BYTES_MAX:
+        raise ValueError(f"{what} must be in [0, {BYTES_MAX}], and is {nbytes}")
 
 
 def _rows(page: m.BlockList) -> Iterator[BlockReport]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec.structs import replace
 
-from kvstore.errors import MasterUnavailable
+from kvstore.errors import MasterUnavailable, StoreClosed
 from kvstore.shards.everyone import plan_for_everyone
 from kvstore.shards.plan import Merged, Outcome, Plan
 from kvstore.shards.reads import plan_exists, plan_lookup, plan_release, plan_renew
@@ -27,6 +27,7 @@ from kvstore.wire import messages as m
 from kvstore.wire.envelope import Answer
 from kvstore.wire.master_link import ATTEMPT_S, PAUSE_S, MasterLink, expect
 from kvstore.wire.standing import MasterRecord, MasterStanding
+from transfer.control import ClientClosed
 from transfer.errors import TransferError
 from transfer.fan_out import RpcFanOut
 
@@ -221,9 +222,11 @@ class _Shards:
             results.append(_unanswered(part, record))
             asked.append((idx, record, m.encode(part)))
         calls = [(record.address, payload) for _, record, payload in asked]
-        for (idx, record, _), reply in zip(
-            asked, self._rpc.request(calls, timeout_s=timeout_s), strict=True
-        ):
+        try:
+            replies = self._rpc.request(calls, timeout_s=timeout_s)
+        except ClientClosed as error:
+            raise StoreClosed(what="way to the store's masters") from error
+        for (idx, record, _), reply in zip(asked, replies, strict=True):
             results[idx] = self._read(parts[idx], record, reply)
         return results
 

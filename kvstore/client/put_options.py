@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,11 +41,16 @@ class PutOptions:
 
     def __post_init__(self) -> None:
         if not 1 <= self.replicas <= REPLICAS_MAX:
-            raise InvalidValue(problem=f"replicas must be in [1, {REPLICAS_MAX}]")
-        if self.chunk_bytes < 0 or self.pin_s < 0:
-            raise InvalidValue(problem="chunk_bytes and pin_s cannot be below 0")
+            problem = f"replicas must be in [1, {REPLICAS_MAX}], not {self.replicas}"
+            raise InvalidValue(problem=problem)
+        if self.chunk_bytes < 0:
+            raise InvalidValue(problem=f"chunk_bytes must not be below 0, not {self.chunk_bytes}")
+        if not 0 <= self.pin_s < math.inf:
+            problem = f"pin_s must be a number of seconds from 0 on, not {self.pin_s}"
+            raise InvalidValue(problem=problem)
         if len(self.group) > LABEL_MAX:
-            raise InvalidValue(problem=f"a group's name has at most {LABEL_MAX} characters")
+            problem = f"a group's name has at most {LABEL_MAX} characters, not {len(self.group)}"
+            raise InvalidValue(problem=problem)
 
 
 DEFAULT: Final = PutOptions()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from configs.addresses import check_address
 from kvstore.wire.standing import MasterRecord
 
 Listener = Callable[[MasterRecord], None]
@@ -37,6 +38,9 @@ class StaticMasters:
 
     Args:
         addresses: "host:port" of each shard's master, in order.
+
+    Raises:
+        ValueError: One of them is not of that form.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -64,8 +68,10 @@ class StaticMasters:
         """The masters are there from now on.
 
         Raises:
-            ValueError: Another number of them.
+            ValueError: Another number of them, or one is no "host:port".
         """
+        for address in addresses:
+            check_address(address)
         if len(addresses) != self.num_shards:
             raise ValueError(f"{self.num_shards} shards, but {len(addresses)} addresses")
         for shard, address in enumerate(addresses):

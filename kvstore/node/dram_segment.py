@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.errors import StoreClosed
+from kvstore.errors import SegmentUnusable, StoreClosed
 from kvstore.node.kept_index import KeptIndex
 from kvstore.node.node_index import NodeIndex
 from kvstore.node.segment_memory import AddressableMemory
@@ -34,8 +34,22 @@ class DramSegment(AddressableMemory):
         self._memory: Memory | None = None
 
     def open(self) -> KeptIndex:
-        """Allocate. Raises as `transfer.allocate`."""
-        self._memory = allocate(self._nbytes, huge_pages=self._hugepages, numa_node=self._numa_node)
+        """Allocate.
+
+        Raises:
+            SegmentUnusable: There is not so much memory, or no such NUMA node.
+        """
+        what = f"{self._medium} segment"
+        try:
+            self._memory = allocate(
+                self._nbytes, huge_pages=self._hugepages, numa_node=self._numa_node
+            )
+        except ValueError as error:
+            expected = "a NUMA node of this machine"
+            raise SegmentUnusable(path=what, expected=expected, seen=str(error)) from error
+        except OSError as error:
+            seen = error.strerror or str(error)
+            raise SegmentUnusable(path=what, expected=f"{self._nbytes} bytes", seen=seen) from error
         self._array = self._memory.tensor.numpy()
         return KeptIndex(NodeIndex(self._nbytes))
 

@@ -198,8 +198,12 @@ class Registration:
             except Fenced:
                 raise
             except KVStoreError as error:
-                logger.debug("store node %s not registered: %s", self._engine.name, error)
+                # Once: it tries again soon, and says so when it is registered.
+                level = logging.DEBUG if way.is_missed else logging.WARNING
+                logger.log(level, "store node %s waits for a master: %s", self._engine.name, error)
+                way.is_missed = True
                 continue
+            way.is_missed = False
             if way.standing.record.address != record.address:
                 continue  # it was told to a master that leads no more
             way.registered = way.answers = True
@@ -312,6 +316,7 @@ class _Way:
         self.registered = False
         self.was_told = False  # what is lent, perhaps in vain, by this master or one before it
         self.answers = False
+        self.is_missed = False  # the log says so already
 
 
 def share_of(nbytes: int, shard: int, num_shards: int) -> tuple[int, int]:

@@ -24,13 +24,20 @@ def key_of(name: Name, namespace: bytes) -> bytes:
         InvalidKey: Empty, too long, or no key.
     """
     if isinstance(name, str):
-        size = len(name) if name.isascii() else len(name.encode())
+        size = len(name) if name.isascii() else _encoded_bytes(name)
         if not 0 < size <= NAME_BYTES_MAX:
             raise InvalidKey(problem=f"a name has 1 to {NAME_BYTES_MAX} bytes, got {size}")
         return named_key(namespace, name)
     if type(name) is not bytes or len(name) != KEY_BYTES:
         raise InvalidKey(problem=f"neither a name nor {KEY_BYTES} bytes: {name!r:.40}")
     return name
+
+
+def _encoded_bytes(name: str) -> int:
+    try:
+        return len(name.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidKey(problem=f"a name that is no UTF-8: {name!r:.40}") from error
 
 
 def keys_of(names: Sequence[Name], namespace: bytes) -> list[bytes]:

@@ -34,6 +34,9 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=16)]
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorHeader:
         """Describe a tensor.
@@ -82,7 +85,7 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
         for size in self.shape:
             count *= size
         if count * dtype.itemsize != elements.numel():
-            raise InvalidValue(problem=f"{elements.numel()} bytes are no {self.shape} {self.dtype}")
+            raise InvalidValue(problem=f"{elements.numel()} bytes are no {self}")
         return elements.view(dtype).reshape(self.shape)
 
 

@@ -157,8 +157,11 @@ class ValueOperations:
 
         def read(hit: Hit, left_s: float) -> Steps[None]:
             nbytes = int(hit.lengths[0]) - HEADER_BYTES
-            if nbytes <= 0 or (into is not None and into.nbytes != nbytes):
-                raise InvalidValue(problem=f"the block of {hit.lengths[0]} bytes is another tensor")
+            if nbytes <= 0:
+                raise InvalidValue(problem=f"a value of {hit.lengths[0]} bytes is no tensor")
+            if into is not None and into.nbytes != nbytes:
+                problem = f"a target of {into.nbytes} bytes for a tensor of {nbytes}"
+                raise InvalidValue(problem=problem)
             elements = torch.empty(nbytes if into is None else 0, dtype=torch.uint8)
             part: Part = elements.numpy() if into is None else into
             (outcome,) = yield from self._read_parts(hit, [[header, part]], left_s)
@@ -172,8 +175,9 @@ class ValueOperations:
             raise failure(keys[0], outcome)
         if target is None:
             return TensorHeader.read(header).shaped(elements)
-        if TensorHeader.read(header) != TensorHeader.of(target):
-            raise InvalidValue(problem=f"it holds {TensorHeader.read(header)}")
+        stored, wanted = TensorHeader.read(header), TensorHeader.of(target)
+        if stored != wanted:
+            raise InvalidValue(problem=f"a target of {wanted} for a tensor of {stored}")
         return target
 
     def exists(self, names: Sequence[Name], timeout_s: float | None) -> Steps[list[bool]]:

@@ -9,9 +9,10 @@ from typing import Final
 
 import msgspec
 
-from kvstore.errors import Fenced, MasterRefused, MasterUnavailable
+from kvstore.errors import Fenced, MasterRefused, MasterUnavailable, StoreClosed
 from kvstore.wire import messages as m
 from kvstore.wire.envelope import Answer, EnvelopeMalformed, unseal
+from transfer.control import ClientClosed
 from transfer.errors import RpcTimeout, TransferError
 
 COOL_S_MAX: Final = 1.0
@@ -80,7 +81,10 @@ class MasterStanding:
             MasterUnavailable: Nothing, or not from who leads the shard.
             Fenced: This end's incarnation is out of the cluster.
             MasterRefused: The request is not legal.
+            StoreClosed: This end was closed.
         """
+        if isinstance(reply, ClientClosed):
+            raise StoreClosed(what=f"{self._identity}, way to the store's masters") from reply
         if isinstance(reply, TransferError):
             if isinstance(reply, RpcTimeout):
                 self._found_silent(record, reply.timeout_s)

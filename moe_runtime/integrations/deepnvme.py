@@ -1,6 +1,6 @@
 """Slabs whose aligned bytes are moved by DeepSpeed's DeepNVMe handles (libaio).
 
-    make_slab = deepnvme_slab()                 # None where DeepSpeed is not installed or not built
+    make_slab = slab_for(config.lent)           # None where DeepSpeed is not installed or not built
     StoreNode(engine, masters, config, secret=secret, make_slab=make_slab)
 
 A handle aborts the process on a read past the end of a file, and does not tell why an operation
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import Any, Final, Protocol, Self
@@ -21,6 +22,7 @@ from typing import Any, Final, Protocol, Self
 import torch
 
 from configs.files import FileConfig
+from configs.kvstore_segments import FileReader, SegmentConfig
 from transfer.backends.file import FileSlab
 from transfer.backends.file_work import ReadWork, WriteWork
 
@@ -55,6 +57,12 @@ def load_module() -> Any | None:
 def deepnvme_slab() -> type[DeepNvmeSlab] | None:
     """Return what makes slabs with DeepNVMe; None where it is not to be had (the log says why)."""
     return None if load_module() is None else DeepNvmeSlab
+
+
+def slab_for(segments: Iterable[SegmentConfig]) -> type[DeepNvmeSlab] | None:
+    """Return `deepnvme_slab()` if one of a node's segments asks for it; else nothing is loaded."""
+    wanted = any(segment.reader is FileReader.DEEPNVME for segment in segments)
+    return deepnvme_slab() if wanted else None
 
 
 class DeepNvmeSlab(FileSlab):

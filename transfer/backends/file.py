@@ -38,7 +38,7 @@ from transfer.backends.direct_io import (
     storage_error,
 )
 from transfer.backends.file_work import FileAccess, ReadWork, SyncWork, WriteWork
-from transfer.errors import StorageBusy, StorageFailed
+from transfer.errors import StorageBusy, StorageFailed, StorageFull
 from transfer.memory.region import Bytes, as_bytes
 from transfer.pieces import Ints, IntsLike, Pieces, make_pieces, out_of_bounds
 from transfer.storage.batch_queue import BatchQueue
@@ -298,7 +298,13 @@ class FileSlab:
         try:
             os.posix_fallocate(fd, 0, self._file_bytes)
         except OSError as error:
-            raise storage_error(str(self.path), "open", -1, error) from error
+            failure = storage_error(str(self.path), "open", -1, error)
+            if isinstance(failure, StorageFull):
+                room = os.fstatvfs(fd)
+                free = room.f_bavail * room.f_frsize
+                reason = f"{failure.reason}: {self._file_bytes} bytes are needed, {free} are free"
+                failure = StorageFull(str(self.path), "open", reason, errno=failure.errno)
+            raise failure from error
 
     def _align(self, fd: int) -> Alignment:
         if self._config.direct is DirectIO.OFF:

@@ -122,6 +122,7 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
             FileSlab(small / "slab", SLAB_BYTES, SMALL).open()
         assert caught.value.errno == errno.ENOSPC
         assert caught.value.retryable
+        assert "bytes are needed, 262144 are free" in str(caught.value)
         assert list(small.iterdir()) == []
         with FileSlab(small / "slab", 128 << 10, SMALL) as slab:
             slab.write(memory(), 0, 0, 128 << 10)

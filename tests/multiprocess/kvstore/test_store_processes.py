@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from configs import load_config
 from configs.schema import TransferConfig
 from kvstore import StoreClient
+from moe_runtime.cli import main
 from tests.support.serve_process import CommandProcess
 from transfer import TransferEngine, allocate
 
@@ -27,9 +29,11 @@ def test_a_master_and_a_node_as_commands(tmp_path):
     secret = secrets.token_hex(16).encode()
     (tmp_path / "secret").touch(mode=0o600)
     (tmp_path / "secret").write_bytes(secret)
-    config = load_config("example").model_dump(mode="json")
-    config["cluster"]["secret_file"] = str(tmp_path / "secret")
-    config["kvstore"]["request_timeout_s"] = WAIT_S
+    # Of the store alone: no model.
+    config = {
+        "cluster": {"secret_file": str(tmp_path / "secret")},
+        "kvstore": {"request_timeout_s": WAIT_S},
+    }
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     common = ["--config", str(file)]
@@ -41,7 +45,7 @@ def test_a_master_and_a_node_as_commands(tmp_path):
         with CommandProcess(command, tmp_path / "n") as node:
             node.wait_for_line(r"store node (\S+) at (\S+)")
             engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=secret)
-            knobs = load_config(str(file)).kvstore
+            knobs = load_config(str(file), unneeded=["model.path"]).kvstore
             client = StoreClient(engine, address, knobs, secret=secret)
             engine.on_notify(lambda peer, payload: client.on_notify(peer, payload) and None)
             with engine, client:
@@ -58,3 +62,20 @@ def test_a_master_and_a_node_as_commands(tmp_path):
             for process in (node, master):
                 process.process.terminate()
                 assert process.process.wait(WAIT_S) == 0, process.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "problem"),
+    [
+        ("store-node", [], "kvstore.masters: neither addresses nor etcd.endpoints are set"),
+        ("store-node", ["--master", "nonsense"], "expected HOST:PORT, seen 'nonsense'"),
+        ("store-admin", ["--set", "kvstore.admin.enabled=false"], "kvstore.admin.enabled is false"),
+        ("store-master", ["--shard", "1"], "there are 1"),
+        ("store-master", ["--set", "kvstore.masters.addresses=here"], "seen 'here'"),
+        ("store-node", ["--master", "127.0.0.1:1", "--set", "kvstore.segments=[{bytes: 1}]"], ""),
+    ],
+)
+def test_nonsense_on_the_command_line_is_one_message(command, options, problem):
+    done = CliRunner().invoke(main, [command, *options])
+    assert done.exit_code == 2, done.output
+    assert problem in " ".join(done.stderr.split())

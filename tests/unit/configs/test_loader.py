@@ -213,3 +213,14 @@ def test_workers_of_a_pool_with_tenants_say_for_whom_they_act(tmp_path: Path) ->
     assert load_from_options(options).kvstore.tenant is None
     with pytest.raises(ConfigRefused, match=r"kvstore.tenant must say"):
         load_from_options(options, for_workers=True)
+
+
+def test_what_a_command_makes_no_use_of_may_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "store.yaml"
+    path.write_text("kvstore: {segment_bytes: 1048576}")
+    with pytest.raises(ConfigError, match="not set"):
+        load_config(path, environ={})
+    assert load_config(path, environ={}, unneeded=["model.path"]).kvstore.segment_bytes == 1 << 20
+    path.write_text("model: {path: weights}")
+    mine = load_config(path, environ={}, unneeded=["model.path"])
+    assert mine.model.path == tmp_path / "weights"

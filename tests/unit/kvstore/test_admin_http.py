@@ -127,10 +127,13 @@ def test_questions_and_orders(server, master):
         ("POST", "/rebalance", b'{"nbytes_max": "many"}', 400),
         ("POST", "/rebalance", b'{"nbytes_max": -1}', 400),
         ("POST", "/rebalance", b'{"nbytes_max": 1, "colour": 2}', 400),
+        ("POST", "/rebalance", b'{"nbytes_max": 99999999999999999999999999}', 400),
         ("POST", "/rebalance", b" " * 70_000, 413),
         ("PUT", "/tenants/nobody/quota", b'{"nbytes": 1}', 404),
         ("PUT", "/tenants/team/quota", b'{"nbytes": -1}', 400),
+        ("PUT", "/tenants/team/quota", b'{"nbytes": 18446744073709551616}', 400),
         ("POST", "/verifications", b'{"share": 0}', 400),
+        ("POST", "/verifications", b'{"shares": 0.01}', 400),
         ("POST", "/verifications", b'{"share": 2}', 400),
     ],
 )
@@ -138,6 +141,12 @@ def test_nonsense_gets_its_error(http, method, path, body, status):
     answer = http.request(method, f"/v1/store{path}", content=body)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["problem"]
+
+
+def test_a_body_may_be_missing_where_all_has_a_default(http):
+    answer = http.post("/v1/store/rebalance")
+    assert "nbytes_max" in answer.json()["error"]["problem"]
+    assert http.post("/v1/store/verifications").status_code == 202
 
 
 def test_a_master_that_is_away_is_503(http, server, master):

@@ -12,6 +12,7 @@ from configs.schema import KVStoreConfig
 from kvstore import MasterServer, MasterUnavailable
 from kvstore.client.master_map import MasterMap
 from kvstore.discovery.directory import StaticMasters
+from kvstore.errors import StoreClosed
 from kvstore.shards.plan import shard_of
 from kvstore.shards.reads import join_leases, split_lease
 from kvstore.wire import messages as m
@@ -214,3 +215,20 @@ def test_a_lookup_waits_for_a_master_that_is_told_still_what_is_there(stack):
     assert masters.ask(m.Lookup("me", [b"x" * 16]), m.Located).node_idx == []
     assert time.monotonic() - started_s < WAIT_S / 2  # and then a miss is a miss
     assert server.statistics().leases == 2  # ours, and what readers of an earlier master may have
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_who_is_closed_says_so_instead_of_blaming_the_masters(num_shards):
+    with ExitStack() as stack:
+        masters = Masters(stack, num_shards)
+        masters.map.ask(m.Exists(fresh_keys(3)), m.Present)
+        masters.map.close()
+        started_s = time.monotonic()
+        for request, reply in (
+            (m.Exists(fresh_keys(3)), m.Present),
+            (m.Remove(fresh_keys(3), "me", ""), m.Done),
+        ):
+            with pytest.raises(StoreClosed) as caught:
+                masters.map.ask(request, reply)
+            assert not caught.value.retryable
+        assert time.monotonic() - started_s < WAIT_S / 2

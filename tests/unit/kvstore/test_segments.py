@@ -288,7 +288,6 @@ def test_what_cannot_be_mapped(tmp_path, engine):
     assert str(SIZE - 1) in refused(config, engine).seen
     refused(config.model_copy(update={"path": Path("/dev/null")}), engine)
     refused(config.model_copy(update={"path": tmp_path / "none"}), engine, StorageFailed)
-    refused(SegmentConfig(bytes=SIZE, numa_node=1000), engine, ValueError)
 
 
 def test_a_folder_that_is_not_there(tmp_path, engine):
@@ -314,3 +313,16 @@ def test_configuration():
         with pytest.raises(ValueError):
             KVStoreConfig(segments=bad)
     assert SegmentConfig(direct="require").file.direct is DirectIO.REQUIRE
+
+
+@pytest.mark.parametrize(
+    ("config", "seen"),
+    [(SegmentConfig(bytes=SIZE, numa_node=4097), "no NUMA node 4097"),
+     (SegmentConfig(bytes=1 << 60), "annot allocate memory")],
+)  # fmt: skip
+def test_memory_that_is_not_there_says_what_was_asked_for(engine, config, seen):
+    segment = segment_of(config)
+    with pytest.raises(SegmentUnusable) as caught:
+        segment.open(engine)
+    assert seen in caught.value.seen
+    assert "dram segment" in str(caught.value)

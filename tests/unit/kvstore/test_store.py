@@ -222,3 +222,31 @@ def test_pins_survive_what_others_do_not(stack):
     assert pool.store.get("kept") == value
     assert pool.store.get("other 0") is None
     pool.master.check_invariants()
+
+
+def test_a_name_that_is_no_text_is_no_key(pool):
+    with pytest.raises(InvalidKey, match="no UTF-8"):
+        pool.store.put("\ud800", b"x")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"replicas": 0}, {"replicas": 9}, {"chunk_bytes": -1}, {"pin_s": -1.0},
+     {"pin_s": float("nan")}, {"pin_s": float("inf")}, {"group": "g" * 65}],
+)  # fmt: skip
+def test_options_out_of_range_say_what_was_seen(options):
+    (value,) = options.values()
+    with pytest.raises(InvalidValue) as caught:
+        PutOptions(**options)
+    assert str(len(value) if isinstance(value, str) else value) in str(caught.value)
+
+
+def test_other_tensors_are_told_apart_from_those_asked_for(pool):
+    pool.store.put_tensor("tensor", torch.arange(10.0))
+    pool.store.put("small", b"x")
+    with pytest.raises(InvalidValue, match=r"target of 12 bytes for a tensor of 40"):
+        pool.store.get_tensor_into("tensor", torch.zeros(3))
+    with pytest.raises(InvalidValue, match=r"target of int32 \[10\] for a tensor of float32 \[10"):
+        pool.store.get_tensor_into("tensor", torch.zeros(10, dtype=torch.int32))
+    with pytest.raises(InvalidValue, match="1 bytes is no tensor"):
+        pool.store.get_tensor("small")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 
 import pytest
 from click.testing import CliRunner, Result
@@ -11,6 +12,7 @@ from click.testing import CliRunner, Result
 from configs.kvstore_admin import KVAdminConfig
 from configs.schema import TransferConfig
 from kvstore.admin.admin_server import AdminServer
+from kvstore.admin.store_admin import StoreAdmin
 from kvstore.wire import messages as m
 from moe_runtime.cli import main
 from moe_runtime.store_command import Bytes
@@ -153,7 +155,6 @@ def test_no_access_is_one_line(store, tmp_path):
         store("status", token_file=wrong),
         store("status", token_file=tmp_path / "missing"),
         store("status", url="http://127.0.0.1:1"),
-        store("status", url="nonsense://x"),
     ):
         assert result.exit_code == 1, result.output
         assert result.stderr.startswith("Error: ")
@@ -189,3 +190,47 @@ def test_numbers_of_bytes_have_units(text, nbytes):
 )
 def test_bytes_are_shown_with_units(nbytes, text):
     assert shown_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--master", "nonsense", "--secret-file", "x"], "expected HOST:PORT, seen 'nonsense'"),
+        (["--master", "", "--secret-file", "x"], "expected HOST:PORT, seen ''"),
+        (["--master", "h:1", "--token-file", "x"], "one of the two ways"),
+        (["--url", "http://h:1", "--secret-file", "x"], "one of the two ways"),
+        (["--url", "ftp://h:1", "--token-file", "x"], "seen 'ftp://h:1'"),
+        (["--url", "http://", "--token-file", "x"], "seen 'http://'"),
+        (["--url", "http://h:99999", "--token-file", "x"], "seen 'http://h:99999'"),
+    ],
+)
+def test_ways_that_lead_nowhere_are_refused_before_anybody_is_asked(tmp_path, options, problem):
+    file = tmp_path / "x"
+    file.write_text(secrets.token_hex(16))
+    file.chmod(0o600)
+    options = [str(file) if option == "x" else option for option in options]
+    result = CliRunner().invoke(main, ["store", "status", *options])
+    assert (result.exit_code, problem in " ".join(result.stderr.split())) == (2, True), (
+        result.stderr
+    )
+
+
+def test_the_environment_does_not_stand_in_the_way_of_masters(master, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    environment = {"MOE_RUNTIME_STORE_URL": "http://h:1", "MOE_RUNTIME_STORE_TOKEN_FILE": "t"}
+    reach = ["--master", master.address, "--secret-file", str(secret)]
+    result = CliRunner().invoke(main, ["store", "status", *reach], env=environment)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_silent_master_is_looked_at(master):
+    other = secrets.token_bytes(16)
+    with StoreAdmin(master.address, secret=other, timeout_s=0.3) as admin:
+        (report,) = admin.status().masters
+        assert "another cluster secret" in str(report.problem)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with StoreAdmin(f"127.0.0.1:{port}", secret=other, timeout_s=0.3) as admin:
+        assert "refused" in str(admin.status().masters[0].problem)

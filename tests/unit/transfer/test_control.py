@@ -198,3 +198,14 @@ def test_nothing_is_left_behind() -> None:
     for _ in range(3):
         cycle()
     eventually(lambda: open_descriptors() <= before, "descriptors are closed")
+
+
+def test_an_address_that_is_none_is_an_error_and_holds_up_nothing() -> None:
+    client = RpcClient("nonsense", SECRET, identity="worker-1")
+    for _ in range(2):
+        with pytest.raises(ControlError, match="'nonsense' cannot be called"):
+            client.request(b"", timeout_s=SOON_S)
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    closing.join(SOON_S)
+    assert not closing.is_alive()

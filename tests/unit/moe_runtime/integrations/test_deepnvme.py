@@ -142,3 +142,12 @@ def test_with_deepspeed(tmp_path):
         os.truncate(slab.path, SIZE // 2)
         with pytest.raises(StorageFailed, match="cut short"):
             slab.read(random_bytes(), 0, 0, SIZE)
+
+
+@pytest.mark.parametrize("reader", ["threads", "deepnvme"])
+def test_it_is_looked_for_only_where_a_segment_asks_for_it(monkeypatch, tmp_path, reader):
+    asked: list[bool] = []
+    monkeypatch.setattr(deepnvme, "load_module", lambda: asked.append(True))
+    disk = SegmentConfig(medium="ssd", bytes=SIZE, path=tmp_path / "slab", reader=reader)
+    assert deepnvme.slab_for([SegmentConfig(bytes=SIZE), disk]) is None
+    assert asked == [True] * (reader == "deepnvme")
