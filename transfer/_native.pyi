@@ -33,6 +33,22 @@ def process_vm_read(
     lengths: Ints,
     /,
 ) -> int: ...
+def file_calls(
+    fd: int,
+    writes: bool,
+    block: int,
+    file_bytes: int,
+    deadline_ns: int,
+    next_call: Ints,
+    crowded: Ints,
+    turn_bytes: int,
+    memory: int,
+    offsets: Ints,
+    lengths: Ints,
+    bounds: Ints,
+    lows: Ints,
+    /,
+) -> tuple[int, int, int]: ...
 def progress(
     lanes: Sequence[Lane], timeout_s: float, /
 ) -> list[tuple[object, int, tuple[int, int, int] | None]]: ...

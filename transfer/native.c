@@ -29,6 +29,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -37,6 +38,7 @@
 
 #include "compiled/arguments.c"
 #include "compiled/copies.c"
+#include "compiled/file_calls.c"
 #include "compiled/stream.c"
 #include "compiled/courtesy.c"
 #include "compiled/lane.c"
@@ -59,6 +61,7 @@ static PyMethodDef methods[] = {
     FAST(copy_pieces),
     FAST(process_vm_write),
     FAST(process_vm_read),
+    FAST(file_calls),
     FAST(progress),
     {"num_urgent", num_urgent, METH_NOARGS, num_urgent_doc},
     {NULL, NULL, 0, NULL},

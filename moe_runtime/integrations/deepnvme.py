@@ -102,6 +102,8 @@ class DeepNvmeSlab(FileSlab):
 
 
 class _HandleRead(ReadWork):
+    by_calls = False
+
     def __init__(self, handles: tuple[Handle, ...], path: Path, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._handles = handles
@@ -117,6 +119,8 @@ class _HandleRead(ReadWork):
 
 
 class _HandleWrite(WriteWork):
+    by_calls = False
+
     def __init__(self, handles: tuple[Handle, ...], path: Path, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._handles = handles

@@ -25,6 +25,7 @@ from kvstore.wire.peer_messages import (
 )
 from tests.support.lending_node import LendingNode, stored_form
 from transfer import RegionKey, TransferEngine, allocate
+from transfer.backends import file_calls
 
 WAIT_S = 40.0
 SECRET = b"s"
@@ -63,6 +64,7 @@ def die_in_write(nbytes: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return pwritev(fd, buffers, at)
 
+    file_calls.compiled_calls = None
     os.pwritev = torn
 
 

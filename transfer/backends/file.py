@@ -229,7 +229,7 @@ class FileSlab:
         work = self._read_work(
             access, target, pieces.target_offsets, pieces.source_offsets, pieces.lengths, deadline
         )
-        queue.submit(work, "read", deadline, done, wait=wait)
+        queue.submit(work.whole_calls() or work, "read", deadline, done, wait=wait)
 
     def store(self, source: Bytes, pieces: Pieces, deadline: float, done: Done) -> None:
         """Write pieces without waiting; see `Storage.store`. Waits for room in the queue."""
@@ -240,7 +240,7 @@ class FileSlab:
         work = self._write_work(
             access, source, pieces.source_offsets, pieces.target_offsets, pieces.lengths, deadline
         )
-        queue.submit(work, "write", deadline, done)
+        queue.submit(work.whole_calls() or work, "write", deadline, done)
 
     def _opened(self, operation: str) -> tuple[BatchQueue, FileAccess]:
         queue, access = self._queue, self._access

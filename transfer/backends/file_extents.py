@@ -139,7 +139,7 @@ def _calls(
         if not aligned or not alone:
             return None
         end = start + length
-    file, memory, lengths = np.array(pieces, dtype=np.int64).T
+    file, memory, lengths = np.array(pieces, dtype=np.int64).T.copy()
     truths = np.zeros((3, len(pieces)), dtype=bool)
     truths[0] = True
     direct, partial, gaps = truths

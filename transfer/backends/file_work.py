@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,9 @@ from transfer.backends.direct_io import (
     storage_error,
     write_fully,
 )
+from transfer.backends.file_calls import WholeCalls, check_size
 from transfer.backends.file_extents import Extents, make_extents
-from transfer.errors import StorageFailed, TransferTimeout
+from transfer.errors import TransferTimeout
 from transfer.memory.region import Bytes
 from transfer.memory.small_pages import small_pages
 from transfer.native import copy_pieces
@@ -50,7 +51,15 @@ class FileAccess:
 
 
 class _ExtentWork:
-    """Pieces of memory and of a file, as extents. Keeps the memory alive."""
+    """Pieces of memory and of a file, as extents. Keeps the memory alive.
+
+    Attributes:
+        writes: which way.
+        by_calls: whether calls of the system move what is direct, and nothing else does.
+    """
+
+    writes: ClassVar[bool]
+    by_calls: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -88,10 +97,19 @@ class _ExtentWork:
             return extents.direct
         return extents.direct & (extents.highs - extents.lows < BOUNCED_BYTES_MIN)
 
+    def whole_calls(self) -> WholeCalls | None:
+        """Return what does the same without the interpreter, if nothing needs a buffer."""
+        if not self.by_calls or not all(self._direct):
+            return None
+        return WholeCalls(
+            self._access, self._memory, self._extents, self._deadline, writes=self.writes
+        )
+
     def __len__(self) -> int:
         return len(self._lows)
 
     def weigh(self, index: int) -> int:
+        """Bytes of a call."""
         weight: int = self._highs[index] - self._lows[index]
         return weight
 
@@ -113,6 +131,8 @@ class _ExtentWork:
 
 class ReadWork(_ExtentWork):
     """Reads extents into memory."""
+
+    writes = False
 
     def perform(self, index: int, lane: int) -> None:
         """Read one extent."""
@@ -142,6 +162,8 @@ class ReadWork(_ExtentWork):
 class WriteWork(_ExtentWork):
     """Writes extents from memory."""
 
+    writes = True
+
     def perform(self, index: int, lane: int) -> None:
         """Write one extent, reading first what its blocks have beside our pieces."""
         access, alone = self._access, self._partial[index]
@@ -156,7 +178,7 @@ class WriteWork(_ExtentWork):
 
     def _write(self, index: int, lane: int) -> None:
         access, low = self._access, self._lows[index]
-        self._check_size(low)
+        check_size(access, low)
         if self._direct[index]:
             self._drain(self._views(index), low, lane)
             return
@@ -177,17 +199,6 @@ class WriteWork(_ExtentWork):
         """Write from the caller's own memory; all of it aligned."""
         del lane
         write_fully(self._access.fd, views, low, self._access.path)
-
-    def _check_size(self, low: int) -> None:
-        """A write behind the end of a file that was cut would quietly make it longer again."""
-        access = self._access
-        try:
-            size = os.fstat(access.fd).st_size
-        except OSError as error:
-            raise storage_error(access.path, "write", low, error) from error
-        if size < access.file_bytes:
-            reason = f"cut short: the file has {size} bytes, not {access.file_bytes}"
-            raise StorageFailed(access.path, "write", reason, offset=low)
 
     def _read_edges(self, index: int, buffer: Bytes) -> None:
         access, low, high = self._access, self._lows[index], self._highs[index]

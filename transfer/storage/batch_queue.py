@@ -15,11 +15,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
+import numpy as np
+
 from transfer.errors import StorageFailed, TransferError, TransferTimeout
+from transfer.pieces import Ints
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +49,66 @@ class Work(Protocol):
         """
 
 
+class SharedWork(ABC):
+    """Steps that threads take by themselves, several of them at once, without the queue.
+
+    The counter of what was taken belongs to the work; `stop` and `left` are called under the
+    queue's lock while others take steps.
+    """
+
+    @property
+    @abstractmethod
+    def left(self) -> int:
+        """How many steps nobody has taken."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Let nobody take any more; those that were taken end."""
+
+    @abstractmethod
+    def run(self, lane: int, crowded: Ints) -> None:
+        """Take steps until none is left, or a turn is over and `crowded[0]` is not 0.
+
+        Raises:
+            TransferError: one failed.
+        """
+
+
 class Batch:
     """Work under way. `next`, `running` and `error` belong to the queue's lock."""
 
-    def __init__(self, work: Work, operation: str, deadline: float, done: Done) -> None:
-        self.work = work
+    def __init__(
+        self, work: Work | SharedWork, operation: str, deadline: float, done: Done
+    ) -> None:
+        self.shared = work if isinstance(work, SharedWork) else None
+        self.work: Work = NOTHING if isinstance(work, SharedWork) else work
         self.operation = operation
         self.deadline = deadline
         self.done = done
         self.next = 0
         self.running = 0
         self.error: TransferError | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has steps that threads take by themselves."""
+        return self.error is None and self.shared is not None and self.shared.left > 0
+
+
+class _Nothing:
+    """No steps of the queue's."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def weigh(self, index: int) -> int:
+        raise AssertionError(index)
+
+    def perform(self, index: int, lane: int) -> None:
+        raise AssertionError(index)
+
+
+NOTHING: Final = _Nothing()
 
 
 class BatchQueue:
@@ -90,6 +143,7 @@ class BatchQueue:
         self._room = threading.Condition(self._lock)
         self._waiting: deque[Batch] = deque()
         self._alive: set[Batch] = set()
+        self._crowded = np.zeros(1, dtype=np.int64)  # whether more than one is alive
         self._closed = True
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"{backend}-{lane}", daemon=True)
@@ -112,8 +166,10 @@ class BatchQueue:
         with self._lock:
             self._closed = True
             waiting, self._waiting = list(self._waiting), deque()
-            for batch in waiting:
+            for batch in {*waiting, *(batch for batch in self._alive if batch.goes_on)}:
                 batch.error = batch.error or self._closed_error(self._name, batch.operation)
+                if batch.shared is not None:
+                    batch.shared.stop()
             idle = [batch for batch in waiting if not batch.running]
             self._work.notify_all()
             self._room.notify_all()
@@ -126,7 +182,13 @@ class BatchQueue:
         return not any(thread.is_alive() for thread in self._threads)
 
     def submit(
-        self, work: Work, operation: str, deadline: float, done: Done, *, wait: bool = True
+        self,
+        work: Work | SharedWork,
+        operation: str,
+        deadline: float,
+        done: Done,
+        *,
+        wait: bool = True,
     ) -> None:
         """Queue a batch. `done(error)` is called once, by one of the threads or by `close`.
 
@@ -154,6 +216,7 @@ class BatchQueue:
             if self._closed:
                 raise self._closed_error(self._name, operation)
             self._alive.add(batch)
+            self._crowded[0] = len(self._alive) > 1
             self._waiting.append(batch)
             self._work.notify()
 
@@ -167,6 +230,8 @@ class BatchQueue:
             batch, first, end = turn
             error: TransferError | None = None
             try:
+                if batch.goes_on and batch.shared is not None:
+                    batch.shared.run(lane, self._crowded)
                 for index in range(first, end):
                     batch.work.perform(index, lane)
             except TransferError as caught:
@@ -194,7 +259,9 @@ class BatchQueue:
                 while batch.next < total and taken < self._turn_bytes:
                     taken += batch.work.weigh(batch.next)
                     batch.next += 1
-                if batch.next < total:
+                # Of what threads take by themselves each that is at it takes one at least.
+                left = 0 if batch.shared is None else batch.shared.left - batch.running - 1
+                if batch.next < total or left > 0:
                     self._waiting.append(batch)
                     self._work.notify()
             batch.running += 1
@@ -204,17 +271,30 @@ class BatchQueue:
         with self._lock:
             batch.running -= 1
             batch.error = batch.error or error
-            if batch.error is not None and batch in self._waiting:
+            if batch.shared is not None:
+                self._after_shared(batch, batch.shared)
+            elif batch.error is not None and batch in self._waiting:
                 self._waiting.remove(batch)
             ended = not batch.running and batch not in self._waiting
         if ended:
             self._end(batch)
+
+    def _after_shared(self, batch: Batch, work: SharedWork) -> None:
+        """Queue it again if its turn was over before its steps, else never again."""
+        if batch.error is not None:
+            work.stop()
+        waits = batch in self._waiting
+        if batch.goes_on and not waits and not self._closed:
+            self._waiting.append(batch)
+        elif waits and not batch.goes_on:
+            self._waiting.remove(batch)
 
     def _end(self, batch: Batch) -> None:
         with self._lock:
             if batch not in self._alive:
                 return
             self._alive.discard(batch)
+            self._crowded[0] = len(self._alive) > 1
             self._room.notify()
         try:
             batch.done(batch.error)

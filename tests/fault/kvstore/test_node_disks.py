@@ -17,6 +17,7 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.errors import SegmentUnusable
+from tests.support.disk_calls import in_python
 from tests.support.lending_node import LendingNode, damage, read
 from tests.support.ordering_master import OrderingMaster
 from tests.support.pool_member import start_pool
@@ -143,6 +144,7 @@ def test_a_disk_that_cannot_be_read_in_one_place(tmp_path, stack, master, monkey
             raise OSError(errno.EIO, "Input/output error")
         return preadv(fd, places, offset)
 
+    in_python(monkeypatch)
     monkeypatch.setattr(os, "preadv", failing)
     master.wait_for(lambda: master.bad)
     assert failures
@@ -156,6 +158,7 @@ def test_a_disk_that_cannot_be_read_in_one_place(tmp_path, stack, master, monkey
 def test_writes_that_fail_leave_no_block_behind(tmp_path, stack, master, monkeypatch):
     node = LendingNode(stack, master.address, b"s", [ssd(tmp_path / "slab")])
     node.put(0, 0, BLOCK)
+    in_python(monkeypatch)
     monkeypatch.setattr(os, "pwritev", lambda *a: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
     with pytest.raises(StorageFailed):
         node.put(0, 0, BLOCK)

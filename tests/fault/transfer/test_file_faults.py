@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from configs.schema import FileConfig
+from tests.support.disk_calls import in_python
 from tests.support.slab_writer import content, records
 from transfer import StorageFailed, StorageFull
 from transfer.backends.file import FileSlab
@@ -86,6 +87,7 @@ def test_failing_writes(
         calls.append(offset)
         raise OSError(number, os.strerror(number))
 
+    in_python(monkeypatch)
     monkeypatch.setattr(os, "pwritev", failing)
     with pytest.raises(kind) as caught:
         slab.write(memory(), 0, 65_536, 8_192)

@@ -17,6 +17,7 @@ from kvstore.node.copy_batches import COPIES_MAX, batches_of, block_of, payload_
 from kvstore.node.copy_work import CopyWork
 from kvstore.node.indexed_block import IndexedBlock
 from kvstore.wire import messages as m
+from tests.support.disk_calls import in_python
 from tests.support.lending_node import LendingNode, damage, read
 from tests.support.ordering_master import OrderingMaster
 from transfer import PeerLost, TransferTimeout
@@ -137,6 +138,7 @@ def test_a_disk_that_does_not_give_one_block(tmp_path, stack, master, monkeypatc
             raise OSError(5, "Input/output error")
         return preadv(fd, places, offset)
 
+    in_python(monkeypatch)
     monkeypatch.setattr(os, "preadv", failing)
     master.order(first.name, orders)
     master.wait_ended(4)

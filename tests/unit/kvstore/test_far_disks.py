@@ -15,6 +15,7 @@ from configs.schema import KVStoreConfig, TransferConfig
 from kvstore import MasterServer, PutOutcome, StoreClient
 from kvstore.client import paced_read
 from kvstore.client.put_options import PutOptions
+from tests.support.disk_calls import in_python
 from tests.support.lending_node import LendingNode, damage
 from transfer import TransferEngine, allocate
 
@@ -127,6 +128,7 @@ def test_a_disk_that_fails_in_the_middle(tmp_path, stack, monkeypatch, call):
             raise OSError(5, "Input/output error")
         return plain(fd, places, offset)
 
+    in_python(monkeypatch)
     if call == "preadv":
         monkeypatch.setattr(os, call, failing)
         hit = pool.client.lookup_prefix(keys)

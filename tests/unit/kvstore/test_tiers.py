@@ -14,6 +14,7 @@ import torch
 from kvstore import PutOutcome
 from kvstore.client.put_options import PutOptions
 from kvstore.wire.messages import Medium
+from tests.support.disk_calls import in_python
 from tests.support.lending_node import damage
 from tests.support.pool_member import start_pool
 
@@ -137,6 +138,7 @@ def test_a_disk_that_fails_in_the_middle(tmp_path, stack, monkeypatch):
             raise OSError(5, "Input/output error")
         return preadv(fd, places, offset)
 
+    in_python(monkeypatch)
     monkeypatch.setattr(os, "preadv", failing)
     hit = member.client.lookup_prefix(keys)
     assert member.client.get_into(hit, member.region, targets) == 0

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from configs.schema import DirectIO, FileConfig, SyncPolicy
+from tests.support.disk_calls import in_python, replace
 from tests.support.engines import open_descriptors
 from transfer import StorageBusy, StorageFailed, TransferTimeout
-from transfer.backends import file_work
 from transfer.backends.block_locks import BlockLocks
 from transfer.backends.direct_io import direct_alignment, read_fully, write_fully
 from transfer.backends.file import FileSlab
@@ -185,7 +185,7 @@ def test_an_operation_ends_at_its_deadline_while_the_disk_hangs(
         entered.set()
         hang.wait(SOON_S)
 
-    monkeypatch.setattr(file_work, "read_fully", hanging)
+    replace(monkeypatch, hanging, writes=False)
     memory = torch.zeros(4096, dtype=torch.uint8)
     try:
         with pytest.raises(TransferTimeout, match="read"):
@@ -320,6 +320,7 @@ def test_short_calls_are_taken_up_again(path: Path, monkeypatch: pytest.MonkeyPa
     def some(places: list[memoryview], limit: int) -> list[memoryview]:
         return [places[0][:limit]]
 
+    in_python(monkeypatch)
     monkeypatch.setattr(os, "preadv", lambda f, p, o: real_read(f, some(p, 700), o))
     monkeypatch.setattr(os, "pwritev", lambda f, p, o: real_write(f, some(p, 300), o))
     try:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from configs.schema import FileConfig
+from tests.support.disk_calls import replace
 from tests.support.engines import BACKENDS, engine_pair, eventually, new_engine, offer
 from transfer import Memory, PeerLost, StorageFailed, TransferTimeout, allocate
 from transfer.backends import file_work
@@ -178,7 +179,7 @@ def test_the_owner_tells_when_its_disk_fails_halfway(
         if len(calls) > 3:
             raise StorageFailed("the slab", "moved", "Input/output error")
 
-    monkeypatch.setattr(file_work, "write_fully" if write else "read_fully", failing)
+    replace(monkeypatch, failing, writes=write)
     with engine_pair("shared_memory") as (a, b):
         region = a.register(shared(NBYTES))
         key = offer(b, b.register(slab), a)
@@ -210,7 +211,7 @@ def test_a_full_queue_of_the_owner_is_asked_again(
         slab.write(torch.randint(0, 256, (NBYTES,), dtype=torch.uint8), 0, 0, NBYTES)
         region, key = a.register(shared(NBYTES)), offer(b, b.register(slab), a)
         a.read(b.name, region, key, 0, 0, 4096).wait(SOON_S)  # from here on buffers are mapped
-        monkeypatch.setattr(file_work, "read_fully", hanging)
+        replace(monkeypatch, hanging, writes=False)
         transfers = [a.read(b.name, region, key, i << 20, i << 20, 1 << 20) for i in range(4)]
         assert entered.wait(SOON_S)
         short = a.read(b.name, region, key, 10 << 20, 10 << 20, 4096, timeout_s=0.1)

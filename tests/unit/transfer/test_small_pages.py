@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from configs.schema import FileConfig
+from tests.support.disk_calls import in_python
 from transfer import allocate
 from transfer.backends.file import FileSlab
 from transfer.backends.file_work import BOUNCED_BYTES_MIN
@@ -90,6 +91,7 @@ def test_large_calls_go_by_way_of_the_slabs_buffer(
     with FileSlab(tmp_path / "slab", SLAB_BYTES, FileConfig(threads=2)) as slab:
         if not slab.alignment.direct:
             pytest.skip(f"no direct access: {slab.alignment.why_buffered}")
+        in_python(monkeypatch)
         spied("preadv")
         spied("pwritev")
         array[:nbytes] = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
@@ -113,6 +115,7 @@ def test_other_memory_is_reached_directly(tmp_path: Path, monkeypatch: pytest.Mo
     buffer = torch.ones(2 * WHOLE, dtype=torch.uint8)
     start = -buffer.data_ptr() % 4096
     with FileSlab(tmp_path / "slab", SLAB_BYTES, FileConfig(threads=2)) as slab:
+        in_python(monkeypatch)
         monkeypatch.setattr(os, "preadv", spy)
         assert not small_pages.hold(buffer.data_ptr() + start, WHOLE)
         slab.read(buffer, start, 0, WHOLE)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from configs.schema import FileConfig
+from tests.support.disk_calls import replace
 from tests.support.engines import (
     BACKENDS,
     BOTH,
@@ -31,7 +32,6 @@ from transfer import (
     TransferTimeout,
     allocate,
 )
-from transfer.backends import file_work
 from transfer.backends.file import FileSlab
 
 NBYTES = (9 << 20) + 777
@@ -253,7 +253,7 @@ def test_a_peer_that_goes_away_meanwhile(
     with engine_pair(backend) as (a, b):
         memory = a.register(random_bytes())
         key = offer(b, b.register(slabs[0]), a)
-        monkeypatch.setattr(file_work, "read_fully", hanging)
+        replace(monkeypatch, hanging, writes=False)
         transfer = a.read(b.name, memory, key, 0, 0, NBYTES)
         try:
             assert entered.wait(SOON_S)
@@ -268,7 +268,7 @@ def test_a_hanging_disk_ends_at_the_deadline_for_all_who_wait(
     slabs: list[FileSlab], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = threading.Event()
-    monkeypatch.setattr(file_work, "read_fully", lambda *arguments: hang.wait(SOON_S))
+    replace(monkeypatch, lambda *arguments: hang.wait(SOON_S), writes=False)
     told = threading.Event()
     with new_engine() as engine:
         memory = engine.register(random_bytes())

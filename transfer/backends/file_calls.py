@@ -1,0 +1,166 @@
+"""Batches whose calls work on the caller's memory itself: taken by the threads of a slab in C.
+
+Nothing is done per call but the call: no buffer, no edges to be read. So a thread that takes such
+a batch goes on with it, without the interpreter, until no call is left that nobody has taken:
+
+    calls     |  0  |  1  |  2  |  3  |  4  |  5  |  6  |
+    threads      a     b     c     a     c     b  ^ the next one, for whoever is ready first
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from transfer import native
+from transfer.backends.direct_io import read_fully, storage_error, write_fully
+from transfer.backends.file_extents import Extents
+from transfer.errors import StorageFailed, TransferError, TransferTimeout
+from transfer.memory.region import Bytes
+from transfer.pieces import Ints
+from transfer.storage.batch_queue import SharedWork
+
+if TYPE_CHECKING:
+    from transfer.backends.file_work import FileAccess
+
+OK, FAILED, ENDED, CUT, LATE = range(5)
+TURN_CALLS: Final = 4  # of the largest size, while other batches wait
+
+# None: the calls are made in Python, where tests make them fail.
+compiled_calls = None if native.compiled is None else native.compiled.file_calls
+_in_python: Final = threading.Lock()
+
+
+class WholeCalls(SharedWork):
+    """The calls of a batch of which every extent is direct. Keeps the memory alive.
+
+    Args:
+        access: the file.
+        memory: of the caller.
+        extents: all of them direct.
+        writes: the way.
+        deadline: `time.monotonic` after which no call is begun.
+    """
+
+    def __init__(
+        self,
+        access: FileAccess,
+        memory: Bytes,
+        extents: Extents,
+        deadline: float,
+        *,
+        writes: bool,
+    ) -> None:
+        self._access = access
+        self._memory = memory
+        self._start = memory.ctypes.data
+        self._extents = extents
+        self._deadline = deadline
+        self._writes = writes
+        self._operation = "write" if writes else "read"
+        self._next = np.zeros(1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._extents)
+
+    @property
+    def left(self) -> int:
+        """See `SharedWork.left`."""
+        return max(len(self._extents) - int(self._next[0]), 0)
+
+    def stop(self) -> None:
+        """See `SharedWork.stop`."""
+        self._next[0] = len(self._extents)
+
+    def run(self, lane: int, crowded: Ints) -> None:
+        """Take calls. Raises as `Work.perform`."""
+        access = self._access
+        if not self._writes:
+            self._take_calls(crowded)
+            return
+        block = access.alignment.block
+        lows, highs = self._extents.lows // block, self._extents.highs // block
+        held = access.locks.acquire_all(lows.tolist(), highs.tolist(), deadline=self._deadline)
+        if held is None:
+            raise TransferTimeout(access.path, self._operation, backend="file")
+        try:
+            self._take_calls(crowded)
+        finally:
+            access.locks.release_all(held)
+
+    def _take_calls(self, crowded: Ints) -> None:
+        turn_bytes = TURN_CALLS * len(self._access.buffers[0].array)
+        if compiled_calls is None:
+            self._take_in_python(crowded, turn_bytes)
+            return
+        access, extents = self._access, self._extents
+        outcome, at, detail = compiled_calls(
+            access.fd, self._writes, access.alignment.block, access.file_bytes,
+            min(int(self._deadline * 1e9), (1 << 63) - 1), self._next, crowded, turn_bytes,
+            self._start, extents.memory_offsets, extents.lengths, extents.bounds, extents.lows,
+        )  # fmt: skip
+        if outcome != OK:
+            raise self._error(outcome, at, detail)
+
+    def _take_in_python(self, crowded: Ints, turn_bytes: int) -> None:
+        moved = 0
+        while moved < turn_bytes or not crowded[0]:
+            with _in_python:
+                index = int(self._next[0])
+                self._next[0] = index + 1
+            if index >= len(self._extents):
+                return
+            moved += self._call(index)
+
+    def _error(self, outcome: int, at: int, detail: int) -> TransferError:
+        access, operation = self._access, self._operation
+        if outcome == LATE:
+            return TransferTimeout(access.path, operation, backend="file")
+        if outcome == FAILED:
+            return storage_error(access.path, operation, at, OSError(detail, os.strerror(detail)))
+        if outcome == CUT:
+            reason = f"cut short: the file has {detail} bytes, not {access.file_bytes}"
+        elif self._writes:
+            reason = "the file takes no bytes"
+        else:
+            size = os.fstat(access.fd).st_size
+            reason = f"cut short: {size} bytes are left, {at + detail} were expected"
+        return StorageFailed(access.path, operation, reason, offset=at)
+
+    def _call(self, index: int) -> int:
+        """Do one call; return its bytes."""
+        access, extents = self._access, self._extents
+        if time.monotonic() > self._deadline:
+            raise TransferTimeout(access.path, self._operation, backend="file")
+        pieces = slice(int(extents.bounds[index]), int(extents.bounds[index + 1]))
+        offsets, lengths = extents.memory_offsets[pieces], extents.lengths[pieces]
+        places = [
+            self._memory.data[o : o + n]
+            for o, n in zip(offsets.tolist(), lengths.tolist(), strict=True)
+        ]
+        low = int(extents.lows[index])
+        if self._writes:
+            check_size(access, low)
+            write_fully(access.fd, places, low, access.path)
+        else:
+            read_fully(access.fd, places, low, access.path, access.alignment.block)
+        return int(lengths.sum())
+
+
+def check_size(access: FileAccess, low: int) -> None:
+    """Refuse what is written behind the end of a file that was cut: it would be made longer.
+
+    Raises:
+        StorageFailed: it is shorter than it must be.
+    """
+    try:
+        size = os.fstat(access.fd).st_size
+    except OSError as error:
+        raise storage_error(access.path, "write", low, error) from error
+    if size < access.file_bytes:
+        reason = f"cut short: the file has {size} bytes, not {access.file_bytes}"
+        raise StorageFailed(access.path, "write", reason, offset=low)
