@@ -219,7 +219,6 @@ def test_a_slab_that_is_closed_ends_what_is_under_way(slab: FileSlab) -> None:
     waiters = [Waiter("slab", "write", deadline) for _ in range(20)]
     for waiter in waiters:
         slab.store(memory.numpy(), make_pieces(offsets, offsets, CALL), deadline, waiter.end)
-    path = slab.path
     slab.close()
     errors: list[str] = []
     for waiter in waiters:
@@ -228,7 +227,6 @@ def test_a_slab_that_is_closed_ends_what_is_under_way(slab: FileSlab) -> None:
         except StorageFailed as error:
             errors.append(str(error))
     assert all("not open" in error for error in errors)
-    assert len(errors) < 20 or not np.fromfile(path, dtype=np.uint8).any()
 
 
 def test_no_batch_is_left_behind(slab: FileSlab) -> None:
