@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from kvstore import mailbox
 from kvstore.client.writes_under_way import Target, WritesUnderWay
 from kvstore.errors import NodeUnreachable
+from kvstore.wire.left_notes import write_note
 from kvstore.wire.messages import NodeAddress
 from kvstore.wire.peer_messages import (
     AskAtRest,
@@ -29,7 +30,6 @@ from kvstore.wire.peer_messages import (
     OfferSegment,
     Unwritten,
     Written,
-    encode_note,
     encode_to_node,
 )
 from kvstore.wire.standing import MasterRecord
@@ -123,7 +123,7 @@ class SegmentKeys:
         if outbox is None and target in self._mailboxes:
             outbox = self._open_mailbox(target)
         if outbox is not None:
-            if outbox.leave(encode_note(note)):
+            if outbox.leave(write_note(note)):
                 return
             note = replace(note, stamp=time.monotonic_ns())
         payload = encode_to_node(note)

@@ -12,14 +12,11 @@ from numpy.typing import NDArray
 
 from kvstore.checksum import CHECKSUM_BYTES
 from kvstore.node.indexed_block import IndexedBlock
+from kvstore.wire.left_notes import Row
 from kvstore.wire.messages import HeldBlocks
 
 Ints = NDArray[np.int64]
 CHECKSUM_END: Final = 1 << 64
-
-
-# offset, length, key, checksum, pinned, chunk bytes, tenant, group: a plain tuple is made fastest.
-Row = tuple[int, int, bytes, int, bool, int, str, str]
 
 
 def block_of(row: Row) -> IndexedBlock:

@@ -14,17 +14,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
 
-import msgspec
+import msgspec.structs
 
 from kvstore import copying, mailbox
 from kvstore.node.indexed_block import blocks_of, columns_of
+from kvstore.wire.left_notes import Note, NoteMalformed, Row, columns_of_rows, read_note
 from kvstore.wire.messages import HeldBlocks
-from kvstore.wire.peer_messages import Unwritten, Written, decode_note
+from kvstore.wire.peer_messages import Unwritten
 from transfer import Access, TransferError, allocate
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 MAILBOXES_MAX: Final = 1024
 RECENT_MAX: Final = 4096  # taken notes that are remembered for those that come late
 
-Note = Written | Unwritten
+Said = Note | Row
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -50,27 +52,23 @@ class _Mailbox:
     is_broken: bool = False
 
 
-class _Recent(NamedTuple):
-    segment: int
-    start: int
-    end: int
-    stamp: int
-
-
 class Mailboxes:
     """Thread-safe.
 
     Args:
         engine: The node's.
-        enter: Takes notes of one kind about one segment, in order.
+        enter: Takes what is said about one segment, in order.
     """
 
-    def __init__(self, engine: TransferEngine, enter: Callable[[int, list[Note]], None]) -> None:
+    def __init__(
+        self, engine: TransferEngine, enter: Callable[[int, Sequence[Said]], None]
+    ) -> None:
         self._engine = engine
         self._enter = enter
         self._lock = threading.RLock()
         self._boxes: dict[str, _Mailbox] = {}
-        self._recent: deque[_Recent] = deque(maxlen=RECENT_MAX)
+        # stamp, segment, what was said
+        self._recent: deque[tuple[int, int, Said]] = deque(maxlen=RECENT_MAX)
         self._clock = mailbox.clock_name()
         self._closed = False
         engine.on_peer_lost(lambda peer, evidence: self.remove(peer))
@@ -105,7 +103,7 @@ class Mailboxes:
             if kept is not None:
                 self._enter(note.segment, [kept])
                 if note.stamp:
-                    self._remember(kept, note.stamp)
+                    self._recent.append((note.stamp, note.segment, kept))
 
     def remove(self, peer: str) -> None:
         """A client is gone: take what it left, and free its mailbox."""
@@ -176,58 +174,61 @@ class Mailboxes:
         if not stamped:
             return
         stamped.sort(key=lambda each: each[0])
-        decoded = [(s, note) for s, payload in stamped for note in _decoded(payload)]
-        for segment, run in groupby((note for _, note in decoded), key=lambda n: n.segment):
-            self._enter(segment, list(run))
-        for stamp, note in decoded:
-            self._remember(note, stamp)
-
-    def _remember(self, note: Note, stamp: int) -> None:
-        self._recent.extend(_Recent(note.segment, *span, stamp) for span in _spans(note))
+        read = [said for stamp, payload in stamped for said in _read(stamp, payload)]
+        for segment, run in groupby(read, key=itemgetter(1)):
+            self._enter(segment, [said for _, _, said in run])
+        self._recent.extend(read)
 
     def _without_late(self, note: Note) -> Note | None:
         """Return a sent note, or what is left of it where later ones were taken before it."""
         if not note.stamp:
             return note
-        later = [r for r in self._recent if r.stamp > note.stamp and r.segment == note.segment]
+        later = [
+            span
+            for stamp, segment, other in self._recent
+            if stamp > note.stamp and segment == note.segment
+            for span in _spans(other)
+        ]
         if not later:
             return note
         if isinstance(note, Unwritten):
-            return None if any(r.start == note.offset for r in later) else note
+            return None if any(start == note.offset for start, _ in later) else note
         kept = [
             block
             for block in blocks_of(note.held)
-            if not any(r.start < block.end and block.offset < r.end for r in later)
+            if not any(start < block.end and block.offset < end for start, end in later)
         ]
         return msgspec.structs.replace(note, held=columns_of(kept)) if kept else None
 
 
-def joined(notes: Iterable[Note]) -> Iterator[HeldBlocks | Unwritten]:
-    """Put together what notes about one segment say, in order."""
-    for kind, run in groupby(notes, key=type):
-        if kind is Unwritten:
-            yield from (note for note in run if isinstance(note, Unwritten))
-            continue
-        held = [note.held for note in run if isinstance(note, Written)]
-        if len(held) == 1:
-            yield held[0]
+def joined(said: Iterable[Said]) -> Iterator[HeldBlocks | Unwritten]:
+    """Put together what is said about one segment, in order."""
+    for kind, run in groupby(said, key=type):
+        if kind is tuple:
+            yield columns_of_rows([row for row in run if isinstance(row, tuple)])
         else:
-            yield columns_of(block for one in held for block in blocks_of(one))
+            for note in run:
+                assert not isinstance(note, tuple), note
+                yield note if isinstance(note, Unwritten) else note.held
 
 
-def _decoded(payload: bytes) -> Iterator[Note]:
+def _read(stamp: int, payload: bytes) -> Iterator[tuple[int, int, Said]]:
     try:
-        note = decode_note(payload)
-    except msgspec.MsgspecError as error:
+        read = read_note(payload)
+    except NoteMalformed as error:
         logger.warning("malformed note in a mailbox: %s", error)
         return
-    if isinstance(note, Written | Unwritten):
-        yield note
+    if isinstance(read, tuple):
+        yield stamp, *read
+    else:
+        yield stamp, read.segment, read
 
 
-def _spans(note: Note) -> Iterator[tuple[int, int]]:
-    if isinstance(note, Unwritten):
-        yield note.offset, note.offset + 1
-        return
-    held = note.held
-    yield from zip(held.offsets, map(int.__add__, held.offsets, held.lengths), strict=False)
+def _spans(said: Said) -> Iterator[tuple[int, int]]:
+    if isinstance(said, Unwritten):
+        yield said.offset, said.offset + 1
+    elif isinstance(said, tuple):
+        yield said[0], said[0] + said[1]
+    else:
+        held = said.held
+        yield from zip(held.offsets, map(int.__add__, held.offsets, held.lengths), strict=False)

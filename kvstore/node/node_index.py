@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from kvstore.node.block_columns import BlockColumns, Row, block_of
+from kvstore.node.block_columns import BlockColumns, block_of
 from kvstore.node.indexed_block import IndexedBlock, blocks_of
+from kvstore.wire.left_notes import Row
 from kvstore.wire.messages import HeldBlocks
 
 

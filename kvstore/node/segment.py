@@ -15,7 +15,7 @@ from kvstore.node.cxl_segment import CxlSegment
 from kvstore.node.dram_segment import DramSegment
 from kvstore.node.indexed_block import IndexedBlock, columns_of
 from kvstore.node.kept_index import IndexFigures, KeptIndex
-from kvstore.node.mailboxes import Note, joined
+from kvstore.node.mailboxes import Said, joined
 from kvstore.node.rest_questions import Role, Writer
 from kvstore.node.segment_memory import SegmentMemory
 from kvstore.node.ssd_segment import MakeSlab, SsdSegment
@@ -151,7 +151,7 @@ class Segment:
         """Remember what a writer says now; return how many blocks were possible."""
         return self.index.record(held)
 
-    def enter(self, notes: Iterable[Note]) -> None:
+    def enter(self, notes: Iterable[Said]) -> None:
         """Remember what writers have said, in this order."""
         index = self._opened()
         for said in joined(notes):

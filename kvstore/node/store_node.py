@@ -26,7 +26,7 @@ from kvstore.node.copier import Copier, CopyFigures
 from kvstore.node.index_keeper import IndexKeeper
 from kvstore.node.indexed_block import IndexedBlock
 from kvstore.node.kept_index import IndexFigures
-from kvstore.node.mailboxes import Mailboxes, Note
+from kvstore.node.mailboxes import Mailboxes, Said
 from kvstore.node.registration import Registration
 from kvstore.node.scrubber import Scrubber, ScrubFigures
 from kvstore.node.segment import Segment, make_segments
@@ -235,14 +235,14 @@ class StoreNode:
         encode = encode_to_node if note.for_copies else encode_to_client
         self._engine.notify(peer, encode(offer))
 
-    def _record(self, note: Note) -> None:
+    def _record(self, note: Written | Unwritten) -> None:
         if self._segment(note.segment).is_logged:
             self._enter(note.segment, [note])
             self._keeper.wake()
         else:
             self._mailboxes.take_sent(note)
 
-    def _enter(self, number: int, notes: Sequence[Note]) -> None:
+    def _enter(self, number: int, notes: Sequence[Said]) -> None:
         try:
             self._segment(number).enter(notes)
         except KVStoreError as error:

@@ -11,7 +11,8 @@ from kvstore.keys import KEY_BYTES
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-Label = Annotated[str, msgspec.Meta(max_length=64)]  # of a tenant, a group, a failure domain
+LABEL_MAX = 64
+Label = Annotated[str, msgspec.Meta(max_length=LABEL_MAX)]  # of a tenant, a group, a failure domain
 KEYS_MAX = 1 << 16
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0)]

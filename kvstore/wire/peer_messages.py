@@ -119,16 +119,6 @@ def encode_to_client(note: ClientNote) -> bytes:
     return TO_CLIENT + _encoder.encode(note)
 
 
-def encode_note(note: Written | Unwritten) -> bytes:
-    """Return what is left in a mailbox: a note without the prefix."""
-    return _encoder.encode(note)
-
-
-def decode_note(payload: bytes) -> NodeNote:
-    """Read what was left in a mailbox. Raises msgspec.MsgspecError."""
-    return _node_decoder.decode(payload)
-
-
 def decode_to_node(payload: bytes) -> NodeNote:
     """Read a payload that starts with `TO_NODE`. Raises msgspec.MsgspecError."""
     return _node_decoder.decode(memoryview(payload)[len(TO_NODE) :])

@@ -6,6 +6,7 @@ import random
 import secrets
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from configs.schema import TransferBackend, TransferConfig
 from kvstore import MasterServer, PutOutcome, copying, mailbox
 from kvstore.client import reserved_places
 from kvstore.master import storing
+from kvstore.node.indexed_block import blocks_of
 from kvstore.node.mailboxes import Mailboxes
+from kvstore.wire.left_notes import NoteMalformed, columns_of_rows, read_note, write_note
 from kvstore.wire.messages import HeldBlocks
 from kvstore.wire.peer_messages import TO_NODE, Unwritten, Written, decode_to_node
 from tests.support.engines import eventually
@@ -141,6 +144,46 @@ def test_bad_places_are_refused(stack):
             copying.compiled.mailbox_leave(*place, b"x")
     with pytest.raises(TypeError):
         copying.compiled.mailbox_leave(*box.place, "text")
+
+
+def test_notes_are_read_as_they_were_written():
+    rng = random.Random()
+    for _ in range(300):
+        count = rng.choice([1, 1, 1, 3])
+        held = HeldBlocks(
+            keys=[secrets.token_bytes(16) for _ in range(count)],
+            offsets=[rng.randrange(1 << 63) for _ in range(count)],
+            lengths=[rng.randrange(1, 1 << 63) for _ in range(count)],
+            checksums=[rng.randrange(1 << 64) for _ in range(count)],
+            pinned=[rng.random() < 0.5] * count if rng.random() < 0.5 else [],
+            chunk_bytes=[rng.choice([0, 4096])] * count if rng.random() < 0.3 else [],
+            tenants=[rng.choice(["", "übel"])] * count if rng.random() < 0.3 else [],
+            groups=[rng.choice(["", "g" * 64])] * count if rng.random() < 0.3 else [],
+        )
+        segment = rng.randrange(1 << 32)
+        read = read_note(write_note(Written(held, segment)))
+        if isinstance(read, tuple):
+            (number, row), expected = read, next(blocks_of(held))
+            found = next(blocks_of(columns_of_rows([row])))
+            assert number == segment
+            assert asdict(found) == asdict(expected)
+            assert count == 1
+        else:
+            assert read == Written(held, segment)
+            assert count > 1 or held.chunk_bytes == [4096]
+    unwritten = Unwritten(secrets.token_bytes(16), 7, 3)
+    assert read_note(write_note(unwritten)) == unwritten
+
+
+@pytest.mark.parametrize("payload", [b"", b"\0", b"\0nonsense", b"\1short", b"\2" + bytes(60)])
+def test_what_is_no_note_is_said_to_be_none(payload):
+    with pytest.raises(NoteMalformed):
+        read_note(payload)
+    whole = write_note(written(bytes(16), 0, 0))
+    with pytest.raises(NoteMalformed):
+        read_note(whole + b"\xff")  # a group that is no text
+    with pytest.raises(NoteMalformed):
+        read_note(whole + b"g" * 65)
 
 
 # -- in a pool --------------------------------------------------------------------------------
@@ -311,7 +354,7 @@ def test_a_late_note_gives_way_to_what_was_left_after_it(stack, still):
     segment = node.segments[0]
     before = {block.key: block.offset for block in segment.index.blocks()}
     assert set(before) == set(values)
-    stamp, now = min(r.stamp for r in node._mailboxes._recent) - 1, time.monotonic_ns()
+    stamp, now = min(stamp for stamp, _, _ in node._mailboxes._recent) - 1, time.monotonic_ns()
     key, offset = next(iter(before.items()))
     node._mailboxes.take_sent(written(b"l" * 16, offset, stamp))
     node._mailboxes.take_sent(written(b"o" * 16, offset + SIZE // 2, stamp))
