@@ -51,7 +51,7 @@ class TransferEngine(Offering, Movement, Arrivals):
 
     def __init__(self, config: TransferConfig, *, name: str, secret: bytes) -> None:
         check_name(name)
-        if not secret:
+        if not check_type("secret", secret, bytes):
             raise ValueError("the cluster secret is empty")
         self.name = name
         self._config = config
@@ -227,6 +227,8 @@ class TransferEngine(Offering, Movement, Arrivals):
             PeerLost, PeerUnknown: nobody there.
         """
         name = name_of(peer)
+        if not isinstance(payload, bytes | bytearray | memoryview):
+            raise TypeError(f"payload must be bytes, got {type(payload).__name__}")
         if len(payload) > self._config.notify_bytes_max:
             raise ValueError(f"{len(payload)} bytes exceed {self._config.notify_bytes_max}")
         if name == self.name:

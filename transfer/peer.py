@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from transfer.arguments import check_type
@@ -193,7 +193,7 @@ class Peer:
     name: str
     address: str
     backend: str
-    _alive: Callable[[], bool]
+    _alive: Callable[[], bool] = field(repr=False)
 
     @property
     def alive(self) -> bool:

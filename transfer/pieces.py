@@ -64,6 +64,9 @@ def make_pieces(source_offsets: IntsLike, target_offsets: IntsLike, lengths: Int
         raise ValueError("offsets and lengths must be integers, or 1-d arrays of integers")
     if any(a.dtype == np.uint64 and a.size and int(a.max()) > OFFSET_MAX for a in arrays):
         raise ValueError(f"an offset or a length is beyond {OFFSET_MAX}")
+    sizes = [a.size for a in arrays]
+    if len({*sizes} - {1}) > 1:
+        raise ValueError("{} source offsets, {} target offsets, {} lengths".format(*sizes))
     source, target, length = (
         np.ascontiguousarray(a, dtype=np.int64) for a in np.broadcast_arrays(*arrays)
     )

@@ -183,18 +183,20 @@ def _measure(setup: Setup, cases: list[Case], seconds: float, *, as_json: bool) 
     if (busy := quiet_check()) > report.OTHER_CORES_MAX:
         click.echo(f"warning: others use {busy:.1f} cores; the figures will suffer", err=True)
     rows: list[Measurement] = []
-    with measuring(setup, cases) as measurer, report.progress(len(cases)) as show:
-        if as_json:
-            sys.stdout.write(report.json_line(report.header()))
-        for i, case in enumerate(cases):
-            what = f"{case.operation} {case.blocks} x {shown_size(case.size)}"
-            row = measurer.measure(case, seconds, partial(show, what, i))
-            rows.append(row)
+    try:
+        with measuring(setup, cases) as measurer, report.progress(len(cases)) as show:
             if as_json:
-                sys.stdout.write(report.json_line({"figure": "transfer", **row.rounded()}))
-                sys.stdout.flush()
-    if not as_json:
-        report.print_table(rows)
+                sys.stdout.write(report.json_line(report.header()))
+            for i, case in enumerate(cases):
+                what = f"{case.operation} {case.blocks} x {shown_size(case.size)}"
+                row = measurer.measure(case, seconds, partial(show, what, i))
+                rows.append(row)
+                if as_json:
+                    sys.stdout.write(report.json_line({"figure": "transfer", **row.rounded()}))
+                    sys.stdout.flush()
+    finally:  # interrupted, or failed at a later row: what was measured was measured
+        if rows and not as_json:
+            report.print_table(rows)
     disturbed = sum(row.other_cores > report.OTHER_CORES_MAX for row in rows)
     if disturbed:
         click.echo(f"warning: {disturbed} of {len(rows)} rows were measured beside other work",

@@ -32,7 +32,7 @@ from moe_runtime.bench.messages import (
     decode_reply,
     encode,
 )
-from moe_runtime.bench.target import Holding, TargetSettings, boot_id
+from moe_runtime.bench.target import NOT_OPENED, Holding, TargetSettings, boot_id
 from moe_runtime.bench.workload import Bytes
 from moe_runtime.parent import PARENT_VARIABLE
 from transfer import Peer, PeerLost, PeerUnknown, RegionKey, TransferEngine
@@ -247,7 +247,11 @@ def _first_line(process: subprocess.Popen[bytes], settings: bytes) -> str:
                 target=f"process {process.pid}", problem=f"exit status {process.returncode}"
             )
         time.sleep(0.01)
-    return line.decode().strip()
+    text = line.decode().strip()
+    if text.startswith(NOT_OPENED):
+        problem = text.removeprefix(NOT_OPENED)
+        raise TargetEnded(target=f"process {process.pid}", problem=problem)
+    return text
 
 
 def fresh_secret() -> bytes:

@@ -39,6 +39,9 @@ from moe_runtime.bench.workload import Placement, differing_piece, fill
 from moe_runtime.parent import die_with_parent
 from transfer import Access, Memory, Region, RegionKey, TransferEngine, TransferError, allocate
 
+#: instead of an address: why there is none
+NOT_OPENED: Final = "! "
+
 #: asked for and not yet answered, of all initiators
 REQUESTS_MAX: Final = 256
 
@@ -189,7 +192,14 @@ def main() -> None:
     if settings.cores is not None:
         pin(settings.cores)
     torch.set_num_threads(1)
-    with serving(TransferConfig.model_validate(settings.config), settings.secret) as service:
+    service = TargetService(TransferConfig.model_validate(settings.config), settings.secret)
+    try:
+        service.engine.open()
+    except (TransferError, OSError) as error:
+        # To who started us, who tells the user: no rails, no such address, no RDMA.
+        sys.stdout.write(f"{NOT_OPENED}{' '.join(str(error).split())}\n")
+        sys.exit(1)
+    with contextlib.closing(service.engine):
         sys.stdout.write(service.engine.address + "\n")
         sys.stdout.flush()
         service.run(until_left=True)

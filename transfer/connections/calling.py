@@ -17,6 +17,7 @@ from transfer.peer import PeerLink, PeerTable
 # How long the connection of a simultaneous call may take before we call again.
 OTHER_CALL_S: Final = 0.2
 LOOK_S: Final = 0.002
+ANSWERS: Final = "it answers, but was not connected in time (does another engine have our name?)"
 
 
 class Caller:
@@ -43,7 +44,7 @@ class Caller:
             if found is not None:
                 return found
             if time.monotonic() >= deadline:
-                raise PeerUnreachable(address, "not connected in time", name)
+                raise PeerUnreachable(address, ANSWERS, name)
 
     def _call(self, target: str, deadline: float) -> str:
         """Call once; return the name of who is connected, or is about to be by its own call."""

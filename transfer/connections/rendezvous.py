@@ -118,7 +118,11 @@ class Rendezvous:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         self._listeners.append(listener)
-        listener.bind((host, 0))
+        try:
+            listener.bind((host, 0))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OSError(error.errno, f"cannot listen on {host}: {reason}") from error
         # Numeric: whoever is told it must not have to ask a resolver.
         return "{}:{}".format(*listener.getsockname()[:2])
 

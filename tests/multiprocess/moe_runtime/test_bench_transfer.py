@@ -163,3 +163,17 @@ def test_nobody_there(tmp_path: Path) -> None:
     assert "127.0.0.1:9" in result.stderr
     assert len(result.stderr.strip().splitlines()) <= 2
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rails", "192.0.2.99"], "cannot listen on 192.0.2.99"),
+        (["--host", "no-such-host.invalid"], "cannot listen on no-such-host.invalid"),
+    ],
+)
+def test_a_target_that_cannot_listen_says_where(arguments: list[str], said: str) -> None:
+    result = bench("--sizes", "4K", *arguments)
+    assert result.returncode == 1
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from configs.schema import TransferConfig
 from tests.support.engines import (
     BACKENDS,
     BOTH,
@@ -34,6 +35,7 @@ from transfer import (
     TransferEngine,
     allocate,
 )
+from transfer.pieces import make_pieces
 
 SOON_S = 20.0
 both_backends = pytest.mark.parametrize("backend", [*BACKENDS, TLS])
@@ -407,3 +409,27 @@ def test_a_host_that_is_not_ours_cannot_be_listened_on() -> None:
         engine.open()
     engine.close()
     assert open_descriptors() == before
+
+
+def test_a_name_that_is_used_twice_is_suspected() -> None:
+    with new_engine() as a, new_engine() as b:
+        a.connect(b.address)
+        with (
+            new_engine(name=a.name) as other,
+            pytest.raises(PeerUnreachable, match="does another engine have our name"),
+        ):
+            other.connect(b.address, timeout_s=0.5)
+        assert "lambda" not in repr(b.peer(a.name))
+
+
+def test_text_is_neither_a_secret_nor_a_note() -> None:
+    with pytest.raises(TypeError, match="secret must be a bytes, got str"):
+        TransferEngine(TransferConfig(), name=new_name(), secret="text")  # type: ignore[arg-type]
+    with new_engine() as a, pytest.raises(TypeError, match="payload must be bytes, got str"):
+        a.notify(a.name, "text")  # type: ignore[arg-type]
+
+
+def test_columns_of_different_lengths_are_counted() -> None:
+    expected = "2 source offsets, 1 target offsets, 3 lengths"
+    with pytest.raises(ValueError, match=expected):
+        make_pieces([0, 1], 0, [1, 2, 3])

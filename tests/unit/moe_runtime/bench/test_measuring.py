@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from moe_runtime.bench.errors import BytesDiffer
 from moe_runtime.bench.measuring import Measurer
 from moe_runtime.bench.remote import LocalRemote, open_window
 from moe_runtime.bench.workload import Case
+from moe_runtime.cli import main
 from tests.support.engines import new_engine
 from transfer import Region, RegionKey, Transfer, TransferEngine, allocate
 
@@ -89,3 +91,24 @@ def test_the_target_itself_catches_them_too(ends: Any) -> None:
         for timer in hasty.late:
             timer.cancel()
             timer.join()
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), OSError("no more")])
+def test_what_was_measured_is_shown_when_a_later_row_is_not(
+    monkeypatch: pytest.MonkeyPatch, ending: BaseException
+) -> None:
+    measure, begun = Measurer.measure, []
+
+    def only_once(self: Measurer, *arguments: Any) -> Any:
+        begun.append(arguments)
+        if len(begun) > 1:
+            raise ending
+        return measure(self, *arguments)
+
+    monkeypatch.setattr(Measurer, "measure", only_once)
+    options = ["--backend", "local", "--op", "write", "--sizes", "4K,64K", "--seconds", "0.02"]
+    result = CliRunner().invoke(main, ["bench", "transfer", *options])
+    assert len(begun) == 2, result.output
+    assert result.exit_code == 1
+    assert "4K" in result.stdout
+    assert "64K" not in result.stdout
