@@ -156,7 +156,7 @@ static void parse_replies(Lane *lane, Finished *finished)
 static void receive_replies(Lane *lane, Finished *finished)
 {
     bool courteous = gives_way(lane);
-    size_t step = courteous ? SMALL_STEP_BYTES : STEP_BYTES, budget = (courteous ? 1 : 16) * step;
+    size_t step = courteous ? SMALL_STEP_BYTES : STEP_BYTES, budget = (courteous ? 1 : 4) * step;
     int outcome = MORE;
     while (outcome == MORE && budget && !lane->evidence[0]) {
         size_t received;

@@ -314,7 +314,7 @@ static const char *advance(Server *server, Connection *connection, bool *waiting
 static const char *serve(Server *server, Connection *connection)
 {
     bool is_alone = now_ns() - server->small_at > SMALL_MEMORY_NS;
-    size_t step = is_alone ? STEP_BYTES : SMALL_STEP_BYTES, budget = step;
+    size_t step = is_alone ? SERVER_STEP_BYTES : SMALL_STEP_BYTES, budget = step;
     for (;;) {
         bool waiting;
         const char *problem = advance(server, connection, &waiting);

@@ -14,14 +14,19 @@ enum { MAY_READ = 1, MAY_WRITE = 2 };
 /* Bytes taken ahead of what is being parsed: a small request or reply costs one system call, and
  * of a long one no more than this is copied twice. */
 #define AHEAD_BYTES (8 << 10)
-/* One system call moves at most so much, so that a lock around it is never held for long. */
-#define STEP_BYTES (256 << 10)
+/* One system call moves at most so much, so that a lock around it is never held for long: a
+ * lane's serves one peer, the server's all of them. Each call less keeps both sides busy longer. */
+#define STEP_BYTES (1 << 20)
+#define SERVER_STEP_BYTES (512 << 10)
+/* What would be left to a call, and to a packet, of its own goes with the step before. */
+#define STEP_REST_BYTES (4 << 10)
 /* What is no larger is taken for something that somebody waits for (`priority.py`). While such
  * ones are about, the server's steps are shorter: they would wait for the one that goes on. */
 #define SMALL_BYTES (64 << 10)
 #define SMALL_STEP_BYTES (64 << 10)
 #define SMALL_MEMORY_NS 20000000
 #define LOW_WATER_BYTES_MIN (96 << 10)
+#define LOW_WATER_BYTES_MAX (512 << 10)
 #define EVIDENCE_BYTES 128
 
 typedef struct {
@@ -137,6 +142,8 @@ static ssize_t send_places(int fd, const struct iovec *head, Places *places, siz
 {
     struct iovec batch[IOVECS_MAX + 1];
     size_t n = 0, nbytes = 0;
+    if (places && places->nbytes <= step + STEP_REST_BYTES)
+        step = places->nbytes;
     if (head->iov_len)
         batch[n++] = *head;
     for (size_t i = 0; places && i < places->count && n < IOVECS_MAX && nbytes < step; i++) {
@@ -181,12 +188,12 @@ static size_t land_ahead(Input *input, Places *places)
     return moved;
 }
 
-/* Before a sleep: of a long payload a step's bytes shall come before the thread is woken. It would
+/* Before a sleep: of a long payload many bytes shall come before the thread is woken. It would
  * overtake the sender else, and be woken for each packet, which costs the sender most. Its end, or
  * a failure, wakes at once. */
 static void set_low_water(Input *input, size_t remaining)
 {
-    size_t wanted = remaining < STEP_BYTES ? remaining : STEP_BYTES;
+    size_t wanted = remaining < LOW_WATER_BYTES_MAX ? remaining : LOW_WATER_BYTES_MAX;
     int low_water = wanted > LOW_WATER_BYTES_MIN ? (int)wanted : 0;
     if (low_water == input->low_water)
         return;
