@@ -6,8 +6,9 @@ state machine import without torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from transfer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from kvstore.client.held_hit import HeldHit as HeldHit
@@ -92,9 +93,4 @@ _HOME = {
 
 __all__ = list(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazy_names(__name__, _HOME)

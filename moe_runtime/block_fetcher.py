@@ -31,8 +31,10 @@ logger = logging.getLogger(__name__)
 class FetcherFailed(MoeRuntimeError):
     """The thread that copies blocks from the pool has ended."""
 
-    def __init__(self, *, problem: str) -> None:
-        super().__init__(f"the block fetcher has ended: {problem}", problem=problem)
+    problem: str
+
+    def _message(self) -> str:
+        return f"the block fetcher has ended: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,11 @@ SECRET_BYTES_MIN = 16
 class SecretInvalid(MoeRuntimeError):
     """There is no usable cluster secret."""
 
-    def __init__(self, *, path: str, problem: str) -> None:
-        super().__init__(f"cluster secret {path}: {problem}", path=path, problem=problem)
+    path: str
+    problem: str
+
+    def _message(self) -> str:
+        return f"cluster secret {self.path}: {self.problem}"
 
 
 def new_secret(path: Path) -> bytes:

@@ -23,10 +23,12 @@ FinishReason: TypeAlias = Literal["stop", "length", "error"]
 class MessageInvalid(MoeRuntimeError):
     """The bytes are not a message of the expected direction."""
 
-    def __init__(self, *, direction: str, problem: str, nbytes: int) -> None:
-        message = f"{direction} message of {nbytes} bytes is not valid: {problem}"
-        super().__init__(message, direction=direction, problem=problem, nbytes=nbytes)
-        self.direction = direction
+    direction: str
+    problem: str
+    nbytes: int
+
+    def _message(self) -> str:
+        return f"{self.direction} message of {self.nbytes} bytes is not valid: {self.problem}"
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

@@ -36,21 +36,22 @@ Ids = npt.NDArray[np.int64]
 class SamplingParamsInvalid(MoeRuntimeError, ValueError):
     """A sampling parameter is out of its range."""
 
-    def __init__(self, *, field: str, expected: str, found: str) -> None:
-        message = f"{field}: expected {expected}, found {found}"
-        super().__init__(message, field=field, expected=expected, found=found)
-        self.field = field
-        self.expected = expected
-        self.found = found
+    field: str
+    expected: str
+    found: str
+
+    def _message(self) -> str:
+        return f"{self.field}: expected {self.expected}, found {self.found}"
 
 
 class LogitsInvalid(MoeRuntimeError):
     """A row of logits has no distribution."""
 
-    def __init__(self, *, row: int, problem: str) -> None:
-        super().__init__(f"logits of row {row}: {problem}", row=row, problem=problem)
-        self.row = row
-        self.problem = problem
+    row: int
+    problem: str
+
+    def _message(self) -> str:
+        return f"logits of row {self.row}: {self.problem}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,8 +52,10 @@ _POLL_S = 0.05
 class ClusterNotStarted(MoeRuntimeError):
     """The cluster did not come up."""
 
-    def __init__(self, *, problem: str) -> None:
-        super().__init__(f"the cluster did not start: {problem}", problem=problem)
+    problem: str
+
+    def _message(self) -> str:
+        return f"the cluster did not start: {self.problem}"
 
 
 class LocalCluster:

@@ -26,30 +26,28 @@ Each carries what is known as attributes, and survives pickling.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
+from dataclasses import KW_ONLY, dataclass, field
+from typing import dataclass_transform
+
+from transfer.typed_error import TypedError
 
 
-def _rebuild(kind: type[TransferError], message: str, fields: dict[str, object]) -> TransferError:
-    error = kind.__new__(kind, message)
-    error.args = (message,)
-    error.__dict__.update(fields)
-    return error
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+class TransferError(TypedError):
+    """Base of all errors of this package, whose first facts may be given by place."""
 
-
-class TransferError(Exception):
-    """Base of all errors of this package."""
-
-    retryable: ClassVar[bool] = False
-
-    def __reduce__(
-        self,
-    ) -> tuple[object, tuple[type[TransferError], str, dict[str, object]]]:
-        return (_rebuild, (type(self), str(self.args[0]) if self.args else "", dict(self.__dict__)))
+    def __init_subclass__(cls) -> None:
+        """As of the base, but for the order of facts, which counts here."""
+        super().__init_subclass__(kw_only=False)
 
 
 class EngineClosed(TransferError):
     """The engine was not opened, was closed, or its thread failed (then the cause is chained)."""
+
+    reason: str
+
+    def _message(self) -> str:
+        return self.reason
 
 
 class HandshakeRefused(TransferError):
@@ -61,33 +59,34 @@ class HandshakeRefused(TransferError):
         peer: name that the other side claims, "" if it told none.
     """
 
-    def __init__(self, address: str, reason: str, peer: str = "") -> None:
-        super().__init__(f"handshake with {address or 'a caller'} refused: {reason}")
-        self.address = address
-        self.reason = reason
-        self.peer = peer
+    address: str
+    reason: str
+    peer: str = ""
+
+    def _message(self) -> str:
+        return f"handshake with {self.address or 'a caller'} refused: {self.reason}"
 
 
 class PeerUnreachable(HandshakeRefused):
     """Nobody answered at the address, or not in time."""
 
-    retryable: ClassVar[bool] = True
+    retryable = True
 
 
 class PeerUnknown(TransferError):
     """The engine has no connection to a peer of this name, and never lost one."""
 
-    def __init__(self, peer: str) -> None:
-        super().__init__(f"no peer {peer!r} is connected")
-        self.peer = peer
+    peer: str
+
+    def _message(self) -> str:
+        return f"no peer {self.peer!r} is connected"
 
 
-class PeerLost(TransferError):
-    """The peer is gone, or was fenced.
+@dataclass(kw_only=True, eq=False, repr=False)
+class OperationFacts:
+    """What is known of an operation that was under way; the defaults if there was none.
 
     Attributes:
-        peer: its name.
-        evidence: what was seen.
         backend: "shared_memory" or "tcp", "" where no operation was under way.
         attempts: how often the operation was tried.
         bytes_moved: how many of its bytes are known to be in place.
@@ -95,93 +94,71 @@ class PeerLost(TransferError):
         rail: the rail that was used last, "" where there is none.
     """
 
-    def __init__(
-        self,
-        peer: str,
-        evidence: str,
-        *,
-        backend: str = "",
-        attempts: int = 0,
-        bytes_moved: int = 0,
-        elapsed_s: float = 0.0,
-        rail: str = "",
-    ) -> None:
-        super().__init__(f"peer {peer} lost: {evidence}")
-        self.peer = peer
-        self.evidence = evidence
-        self.backend = backend
-        self.attempts = attempts
-        self.bytes_moved = bytes_moved
-        self.elapsed_s = elapsed_s
-        self.rail = rail
+    backend: str = ""
+    attempts: int = 0
+    bytes_moved: int = 0
+    elapsed_s: float = 0.0
+    rail: str = ""
 
 
-class AccessRefused(TransferError):
+class PeerLost(OperationFacts, TransferError):
+    """The peer is gone, or was fenced.
+
+    Attributes:
+        peer: its name.
+        evidence: what was seen.
+    """
+
+    peer: str
+    evidence: str
+
+    def _message(self) -> str:
+        return f"peer {self.peer} lost: {self.evidence}"
+
+
+class AccessRefused(OperationFacts, TransferError):
     """An access outside of the offered window, or without the right to it.
+
+    What is refused here at once was not under way; the facts of an operation are those of one
+    that the owner has refused.
 
     Attributes:
         peer: owner of the memory.
         reason: which rule was broken, with the numbers where they are known.
-        backend, attempts, bytes_moved, elapsed_s, rail: as of `PeerLost`, where the owner has
-            refused it; what is refused here at once was not under way.
     """
 
-    def __init__(
-        self,
-        peer: str,
-        reason: str,
-        *,
-        backend: str = "",
-        attempts: int = 0,
-        bytes_moved: int = 0,
-        elapsed_s: float = 0.0,
-        rail: str = "",
-    ) -> None:
-        super().__init__(f"access to memory of {peer} refused: {reason}")
-        self.peer = peer
-        self.reason = reason
-        self.backend = backend
-        self.attempts = attempts
-        self.bytes_moved = bytes_moved
-        self.elapsed_s = elapsed_s
-        self.rail = rail
+    peer: str
+    reason: str
+
+    def _message(self) -> str:
+        return f"access to memory of {self.peer} refused: {self.reason}"
 
 
 class RegionUnknown(AccessRefused):
     """The key names nothing: it was withdrawn, or was offered to somebody else, or to nobody."""
 
 
-class TransferTimeout(TransferError, TimeoutError):
+class TransferTimeout(OperationFacts, TransferError, TimeoutError):
     """An operation was not finished at its deadline; some of its bytes may be in place.
 
-    Attributes: as of `PeerLost`, with `operation` ("write", "read", "notify", ...).
+    Attributes:
+        peer: the other side's name.
+        operation: "write", "read", "notify", ...
     """
 
-    retryable: ClassVar[bool] = True
+    retryable = True
 
-    def __init__(
-        self,
-        peer: str,
-        operation: str,
-        *,
-        backend: str = "",
-        attempts: int = 1,
-        bytes_moved: int = 0,
-        elapsed_s: float = 0.0,
-        rail: str = "",
-    ) -> None:
-        super().__init__(
-            f"{operation} with {peer} not finished after {elapsed_s:.3f} s"
-            f" ({bytes_moved} bytes moved, attempt {attempts},"
-            f" {rail or backend or 'no backend'})"
+    peer: str
+    operation: str
+    _: KW_ONLY
+    attempts: int = 1
+
+    def _message(self) -> str:
+        return (
+            f"{self.operation} with {self.peer} not finished after {self.elapsed_s:.3f} s"
+            f" ({self.bytes_moved} bytes moved, attempt {self.attempts},"
+            f" {self.rail or self.backend or 'no backend'})"
         )
-        self.peer = peer
-        self.operation = operation
-        self.backend = backend
-        self.attempts = attempts
-        self.bytes_moved = bytes_moved
-        self.elapsed_s = elapsed_s
-        self.rail = rail
 
 
 class ImmediateTimeout(TransferError, TimeoutError):
@@ -191,19 +168,21 @@ class ImmediateTimeout(TransferError, TimeoutError):
         missing: the (peer, immediate) pairs whose count was not reached.
     """
 
-    retryable: ClassVar[bool] = True
+    retryable = True
 
-    def __init__(self, missing: Iterable[tuple[str, int]]) -> None:
-        self.missing = tuple(missing)
-        super().__init__(f"{len(self.missing)} immediates missing, first: {self.missing[:4]}")
+    missing: tuple[tuple[str, int], ...]
+
+    def _message(self) -> str:
+        return f"{len(self.missing)} immediates missing, first: {self.missing[:4]}"
 
 
 class Interrupted(TransferError):
     """`TransferEngine.interrupt` was called; it holds until `resume`."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"interrupted: {reason}")
-        self.reason = reason
+    reason: str
+
+    def _message(self) -> str:
+        return f"interrupted: {self.reason}"
 
 
 class ProtocolViolation(TransferError):
@@ -213,9 +192,10 @@ class ProtocolViolation(TransferError):
         problem: what was found and what was expected.
     """
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"malformed bytes from the wire: {problem}")
-        self.problem = problem
+    problem: str
+
+    def _message(self) -> str:
+        return f"malformed bytes from the wire: {self.problem}"
 
 
 class StorageFailed(TransferError):
@@ -229,28 +209,28 @@ class StorageFailed(TransferError):
         errno: of the system call, 0 where none failed.
     """
 
-    def __init__(
-        self, path: str, operation: str, reason: str, *, offset: int = -1, errno: int = 0
-    ) -> None:
-        where = f" at byte {offset}" if offset >= 0 else ""
-        super().__init__(f"{operation} of {path}{where} failed: {reason}")
-        self.path = path
-        self.operation = operation
-        self.reason = reason
-        self.offset = offset
-        self.errno = errno
+    path: str
+    operation: str
+    reason: str
+    _: KW_ONLY
+    offset: int = -1
+    errno: int = 0
+
+    def _message(self) -> str:
+        where = f" at byte {self.offset}" if self.offset >= 0 else ""
+        return f"{self.operation} of {self.path}{where} failed: {self.reason}"
 
 
 class StorageFull(StorageFailed):
     """The file system has no room, or a quota or file size limit was met."""
 
-    retryable: ClassVar[bool] = True
+    retryable = True
 
 
 class StorageBusy(StorageFailed):
     """Another process, or another slab of this one, owns the file."""
 
-    retryable: ClassVar[bool] = True
+    retryable = True
 
 
 class DeviceUnavailable(TransferError):
@@ -261,10 +241,11 @@ class DeviceUnavailable(TransferError):
         reason: what is missing.
     """
 
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(f"no {kind} here: {reason}")
-        self.kind = kind
-        self.reason = reason
+    kind: str
+    reason: str
+
+    def _message(self) -> str:
+        return f"no {self.kind} here: {self.reason}"
 
 
 class RegistrationFailed(TransferError):
@@ -275,25 +256,39 @@ class RegistrationFailed(TransferError):
         reason: what the system says; often a limit of locked memory (`ulimit -l`).
     """
 
-    def __init__(self, nbytes: int, reason: str) -> None:
-        super().__init__(f"{nbytes} bytes cannot be registered with the network cards: {reason}")
-        self.nbytes = nbytes
-        self.reason = reason
+    nbytes: int
+    reason: str
+
+    def _message(self) -> str:
+        return f"{self.nbytes} bytes cannot be registered with the network cards: {self.reason}"
 
 
 class ControlError(TransferError):
-    """A request on the control channel failed."""
+    """A request on the control channel failed.
+
+    Attributes:
+        reason: what happened, in one line.
+    """
+
+    reason: str
+
+    def _message(self) -> str:
+        return self.reason
 
 
 class RpcTimeout(ControlError, TimeoutError):
     """No reply in time. The request may or may not have been handled."""
 
-    retryable: ClassVar[bool] = True
+    retryable = True
 
-    def __init__(self, address: str, timeout_s: float) -> None:
-        super().__init__(f"no reply from {address} within {timeout_s:.3f} s")
-        self.address = address
-        self.timeout_s = timeout_s
+    reason: str = field(init=False)
+    address: str
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        """Say which server, and how long."""
+        self.reason = f"no reply from {self.address} within {self.timeout_s:.3f} s"
+        super().__post_init__()
 
 
 class RemoteError(ControlError):
@@ -304,7 +299,11 @@ class RemoteError(ControlError):
         detail: its message.
     """
 
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(f"{kind}: {detail}")
-        self.kind = kind
-        self.detail = detail
+    reason: str = field(init=False)
+    kind: str
+    detail: str
+
+    def __post_init__(self) -> None:
+        """Say what it said."""
+        self.reason = f"{self.kind}: {self.detail}"
+        super().__post_init__()

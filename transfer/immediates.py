@@ -175,7 +175,7 @@ class ImmediateBoard:
 
         if not self._wait(complete, deadline):
             with self._changed:
-                raise ImmediateTimeout(self._counters.missing(wanted))
+                raise ImmediateTimeout(tuple(self._counters.missing(wanted)))
 
     def arrived(self, wanted: Wanted) -> bool:
         """Whether all have arrived; nothing is taken off. Raises `Interrupted` as a wait does."""

@@ -21,6 +21,7 @@ MoeRuntimeError
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import ClassVar
 
 from moe_runtime.errors import MoeRuntimeError
@@ -43,7 +44,7 @@ class ApiError(MoeRuntimeError):
     kind: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
     retry_after_s: ClassVar[int | None] = None
-    param: str | None = None
+    param: str | None = field(default=None, init=False)
 
     def body(self) -> dict[str, object]:
         """The OpenAI error object."""
@@ -63,9 +64,11 @@ class InvalidRequest(ApiError):
     status = 400
     kind = "invalid_request_error"
 
-    def __init__(self, *, problem: str, param: str | None = None) -> None:
-        super().__init__(problem, problem=problem, param=param)
-        self.param = param
+    problem: str
+    param: str | None = None
+
+    def _message(self) -> str:
+        return self.problem
 
 
 class ContextExceeded(ApiError):
@@ -75,16 +78,17 @@ class ContextExceeded(ApiError):
     kind = "invalid_request_error"
     code = "context_length_exceeded"
 
-    def __init__(self, *, prompt_tokens: int, max_tokens: int, limit: int, param: str) -> None:
-        super().__init__(
-            f"the context holds {limit} tokens, but the request needs "
-            f"{prompt_tokens + max_tokens} ({prompt_tokens} in the prompt, {max_tokens} to come)",
-            prompt_tokens=prompt_tokens,
-            max_tokens=max_tokens,
-            limit=limit,
-            param=param,
+    prompt_tokens: int
+    max_tokens: int
+    limit: int
+    param: str = field()  # to be given: without this, the base's default would stand in
+
+    def _message(self) -> str:
+        return (
+            f"the context holds {self.limit} tokens, but the request needs "
+            f"{self.prompt_tokens + self.max_tokens} ({self.prompt_tokens} in the prompt,"
+            f" {self.max_tokens} to come)"
         )
-        self.param = param
 
 
 class ModelNotFound(ApiError):
@@ -95,9 +99,11 @@ class ModelNotFound(ApiError):
     code = "model_not_found"
     param = "model"
 
-    def __init__(self, *, model: str, served: str) -> None:
-        message = f"model {model!r} does not exist; this server has {served!r}"
-        super().__init__(message, model=model, served=served)
+    model: str
+    served: str
+
+    def _message(self) -> str:
+        return f"model {self.model!r} does not exist; this server has {self.served!r}"
 
 
 class BodyTooLarge(ApiError):
@@ -106,8 +112,10 @@ class BodyTooLarge(ApiError):
     status = 413
     kind = "invalid_request_error"
 
-    def __init__(self, *, limit_bytes: int) -> None:
-        super().__init__(f"the body is larger than {limit_bytes} bytes", limit_bytes=limit_bytes)
+    limit_bytes: int
+
+    def _message(self) -> str:
+        return f"the body is larger than {self.limit_bytes} bytes"
 
 
 class TooManyRequests(ApiError):
@@ -119,13 +127,14 @@ class TooManyRequests(ApiError):
     code = "too_many_open_requests"
     retry_after_s = RETRY_AFTER_S
 
-    def __init__(self, *, num_open: int, num_wanted: int, limit: int) -> None:
-        super().__init__(
-            f"{num_open} of {limit} places for open requests are taken and {num_wanted} are needed;"
-            " try again later",
-            num_open=num_open,
-            num_wanted=num_wanted,
-            limit=limit,
+    num_open: int
+    num_wanted: int
+    limit: int
+
+    def _message(self) -> str:
+        return (
+            f"{self.num_open} of {self.limit} places for open requests are taken"
+            f" and {self.num_wanted} are needed; try again later"
         )
 
 
@@ -136,8 +145,10 @@ class GenerationFailed(ApiError):
     kind = "server_error"
     code = "generation_failed"
 
-    def __init__(self, *, reason: str) -> None:
-        super().__init__(f"generation failed: {reason}", reason=reason)
+    reason: str
+
+    def _message(self) -> str:
+        return f"generation failed: {self.reason}"
 
 
 class Unavailable(ApiError):
@@ -149,8 +160,10 @@ class Unavailable(ApiError):
     code = "unavailable"
     retry_after_s = RETRY_AFTER_S
 
-    def __init__(self, *, reason: str) -> None:
-        super().__init__(reason, reason=reason)
+    reason: str
+
+    def _message(self) -> str:
+        return self.reason
 
 
 class GenerationTimeout(ApiError):
@@ -161,12 +174,11 @@ class GenerationTimeout(ApiError):
     kind = "timeout_error"
     code = "generation_timeout"
 
-    def __init__(self, *, waited_s: float, num_generated: int) -> None:
-        super().__init__(
-            f"no token for {waited_s:.1f} s after {num_generated} tokens",
-            waited_s=waited_s,
-            num_generated=num_generated,
-        )
+    waited_s: float
+    num_generated: int
+
+    def _message(self) -> str:
+        return f"no token for {self.waited_s:.1f} s after {self.num_generated} tokens"
 
 
 class JournalError(MoeRuntimeError):
@@ -178,33 +190,37 @@ class JournalError(MoeRuntimeError):
 class TokenGap(JournalError):
     """Tokens between the journal's last one and those that came are missing."""
 
-    def __init__(self, *, request_id: str, expected_index: int, index: int) -> None:
-        super().__init__(
-            f"request {request_id}: tokens [{expected_index}, {index}) were lost on the way",
-            request_id=request_id,
-            expected_index=expected_index,
-            index=index,
+    request_id: str
+    expected_index: int
+    index: int
+
+    def _message(self) -> str:
+        return (
+            f"request {self.request_id}: tokens [{self.expected_index}, {self.index}) were lost"
+            " on the way"
         )
 
 
 class TokenMismatch(JournalError):
     """Tokens that came twice differ: the promise of equal tokens is broken somewhere."""
 
-    def __init__(self, *, request_id: str, index: int, expected: int | None, found: int) -> None:
-        super().__init__(
-            f"request {request_id}: token {index} was {expected} before and is {found} now",
-            request_id=request_id,
-            index=index,
-            expected=expected,
-            found=found,
+    request_id: str
+    index: int
+    expected: int | None
+    found: int
+
+    def _message(self) -> str:
+        return (
+            f"request {self.request_id}: token {self.index} was {self.expected} before"
+            f" and is {self.found} now"
         )
 
 
 class ClientGone(MoeRuntimeError):
     """The client closed the connection before its answer was complete."""
 
-    def __init__(self) -> None:
-        super().__init__("the client closed the connection")
+    def _message(self) -> str:
+        return "the client closed the connection"
 
 
 class TokenizerError(MoeRuntimeError):
@@ -214,12 +230,17 @@ class TokenizerError(MoeRuntimeError):
 class TokenizerNotLoaded(TokenizerError):
     """A tokenizer file is missing or not understood."""
 
-    def __init__(self, *, path: str, problem: str) -> None:
-        super().__init__(f"{path}: {problem}", path=path, problem=problem)
+    path: str
+    problem: str
+
+    def _message(self) -> str:
+        return f"{self.path}: {self.problem}"
 
 
 class TemplateFailed(TokenizerError):
     """The chat template refuses the messages, or there is none."""
 
-    def __init__(self, *, problem: str) -> None:
-        super().__init__(f"chat template: {problem}", problem=problem)
+    problem: str
+
+    def _message(self) -> str:
+        return f"chat template: {self.problem}"

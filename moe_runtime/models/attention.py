@@ -34,13 +34,15 @@ _logger = logging.getLogger(__name__)
 class AttentionNotInvariant(MoeRuntimeError):
     """On this machine the attention of a query depends on what else is in the batch."""
 
-    def __init__(self, *, num_keys: int, head_dim: int, dtype: str) -> None:
-        message = (
-            f"attention in {dtype} with head size {head_dim} over {num_keys} keys gives other bits "
-            "in a batch than alone on this machine: use exactness: tolerant"
+    num_keys: int
+    head_dim: int
+    dtype: str
+
+    def _message(self) -> str:
+        return (
+            f"attention in {self.dtype} with head size {self.head_dim} over {self.num_keys} keys"
+            " gives other bits in a batch than alone on this machine: use exactness: tolerant"
         )
-        super().__init__(message, num_keys=num_keys, head_dim=head_dim, dtype=dtype)
-        self.num_keys = num_keys
 
 
 class PagedAttention:

@@ -14,7 +14,7 @@ from configs.schema import TransferConfig
 from elastic.expert_source import EachExpert, ExpertId, ExpertLoader, place_of
 from elastic.peer_experts import ExpertServer, PeerExpertSource, Slabs
 from tests.support.small_bank import SmallBank, bytes_of
-from transfer import Transfer, TransferEngine, TransferError, allocate
+from transfer import PeerLost, Transfer, TransferEngine, TransferError, allocate
 
 NBYTES = 3000
 SECRET = secrets.token_bytes(16)
@@ -143,7 +143,7 @@ def test_a_read_that_fails_leaves_none_under_way(
     failing = random.randrange(3)
 
     def hold(*args: Any, **options: Any) -> Held:
-        failure = TransferError("cut") if len(begun) == failing else None
+        failure = PeerLost("member", "cut") if len(begun) == failing else None
         if failure is not None and at_the_start:
             raise failure
         begun.append(Held(lambda: read(*args, **options), failure))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transfer import PeerUnknown, TransferError
+from transfer import HandshakeRefused, PeerLost, PeerUnknown, PeerUnreachable
 
 
 @dataclass
@@ -67,9 +67,9 @@ class LoopbackEngine:
         with self.hub.lock:
             other = self.hub.engines.get(address)
             if other is None or not other.alive or not self.alive:
-                raise TransferError(f"{address}: connection refused")
+                raise PeerUnreachable(address, "connection refused")
             if other.name in self._fenced or self.name in other._fenced:
-                raise TransferError(f"{address}: handshake refused")
+                raise HandshakeRefused(address, "fenced")
             for mine, theirs in ((self, other), (other, self)):
                 known = mine._peers.get(theirs.name)
                 if known is None or not known.alive:
@@ -78,7 +78,7 @@ class LoopbackEngine:
 
     def notify(self, peer: LoopbackPeer, payload: bytes) -> None:
         if not peer.alive:
-            raise TransferError(f"peer {peer.name} is lost")
+            raise PeerLost(peer.name, "its engine is closed")
         self.sent += 1
         other = self.hub.engines[f"loopback:{peer.name}"]
         other._queue.put(lambda: [call(self.name, payload) for call in other._notified])

@@ -94,7 +94,7 @@ def exchange_on(delivery: Delivery, stamp: Stamp, **options):
 
 
 def silent(*ranks: int) -> ImmediateTimeout:
-    return ImmediateTimeout([(PEERS[rank], immediate_of(3, 0)) for rank in ranks])
+    return ImmediateTimeout(tuple((PEERS[rank], immediate_of(3, 0)) for rank in ranks))
 
 
 def test_one_write_per_peer_starting_with_the_next_rank():

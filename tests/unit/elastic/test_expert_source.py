@@ -10,7 +10,7 @@ import torch
 from elastic.errors import ExpertsUnavailable
 from elastic.expert_source import EachExpert, ExpertId, ExpertLoader, place_of
 from tests.support.small_bank import SmallBank
-from transfer import TransferError
+from transfer import PeerLost
 
 
 class Some:
@@ -32,7 +32,7 @@ class Broken:
     name = "pool"
 
     def fetch(self, wanted: Sequence[ExpertId]) -> list[ExpertId]:
-        raise TransferError("cut")
+        raise PeerLost("pool", "cut")
 
 
 def test_order_and_report() -> None:
@@ -61,7 +61,7 @@ def test_a_broken_source_is_skipped_and_named() -> None:
     disk = Some("disk", bank, {(0, 1)}, 3)
     served = ExpertLoader(bank, [Broken(), disk]).load([(0, 1)])
     assert served.by_source == {"disk": ((0, 1),)}
-    assert served.failures == {"pool": "TransferError: cut"}
+    assert served.failures == {"pool": "PeerLost: peer pool lost: cut"}
 
 
 def test_nobody_has_it() -> None:

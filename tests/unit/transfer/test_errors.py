@@ -17,7 +17,7 @@ SAMPLES = [
     errors.AccessRefused("p", "bounds"),
     errors.RegionUnknown("p", "withdrawn"),
     errors.TransferTimeout("p", "write", backend="tcp", bytes_moved=4, elapsed_s=1.0),
-    errors.ImmediateTimeout([("p", 1)]),
+    errors.ImmediateTimeout((("p", 1),)),
     errors.Interrupted("view"),
     errors.ProtocolViolation("garbage"),
     errors.StorageFailed("slab", "read", "cut short", offset=4096, errno=5),
