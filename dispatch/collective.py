@@ -6,7 +6,7 @@ fixed: a lost member ends the process group, and with it this dispatcher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -15,18 +15,16 @@ import torch
 import torch.distributed as dist
 
 from configs.schema import MissingExperts
-from dispatch.dispatcher import Dispatcher
-from dispatch.errors import MessageMismatch, PassFailed
+from dispatch.carrier import Size, Write
+from dispatch.errors import PassFailed
 from dispatch.exchange import Exchange
+from dispatch.exchange_calls import ExchangeCalls
 from dispatch.expert_map import ExpertMap
-from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
 from dispatch.layout import Bytes, DispatchLayout, aligned
 from dispatch.message import Stamp
 from dispatch.pass_calls import FixedGroup
-from dispatch.passes import Call
+from dispatch.statistics import Counters
 from dispatch.weighted_sum import WeightedSum
-
-Write = Callable[[int, Bytes], int]  # position of a member, its part of the buffer -> bytes
 
 
 class Moving(NamedTuple):
@@ -45,7 +43,110 @@ def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-class CollectiveDispatcher(FixedGroup, Dispatcher):
+class CollectiveCarrier:
+    """The `Carrier` of a process group: one `all_to_all_single` per phase.
+
+    A receiver must know the sizes, so a first, small one tells them where they are not known.
+
+    Args:
+        process_group: None is the default group.
+        me: This rank's position.
+        counters: Where sent bytes are counted.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, me: int, counters: Counters
+    ) -> None:
+        self._group = process_group
+        self._size = dist.get_world_size(process_group)
+        self._device = device_of(process_group)
+        self._others = [w for w in range(self._size) if w != me]
+        self._counters = counters
+        self._moving: dict[int, Moving] = {}  # window -> what is due in it
+
+    def send(self, stamp: Stamp, size: Size, write: Write, *, due: Size | None = None) -> None:
+        """See `Carrier.send`. Waits for the other ranks' sizes where they are not `due`."""
+        sizes = self._sizes_of(size)
+        incoming = self._told(sizes, stamp) if due is None else self._sizes_of(due)
+        self._moving[stamp.window] = self._move(sizes, incoming, stamp, write)
+
+    def receive(
+        self, stamp: Stamp, shared: bytes, timeout_s: float | None = None
+    ) -> Mapping[int, Bytes]:
+        """See `Carrier.receive`."""
+        moving = self._moving.pop(stamp.window)
+        try:
+            if timeout_s is None:
+                moving.work.wait()
+            else:
+                moving.work.wait(timedelta(seconds=timeout_s))
+            received = moving.target.cpu().numpy()
+        except RuntimeError as error:
+            raise _failed(stamp, error) from error
+        bounds = moving.arrivals
+        return {w: received[bounds[w] : bounds[w + 1]] for w in self._others}
+
+    def _sizes_of(self, nbytes: Size) -> list[int]:
+        """Return the size of each member's message; this rank sends itself none."""
+        sizes = [0] * self._size
+        for w in self._others:
+            sizes[w] = nbytes(w)
+        return sizes
+
+    def _told(self, sizes: list[int], stamp: Stamp) -> list[int]:
+        """Tell every rank the size of its message; return the sizes that are coming."""
+        incoming = torch.empty(self._size, dtype=torch.int64, device=self._device)
+        self._all_to_all(incoming, torch.tensor(sizes, device=self._device), None, None, stamp)
+        return list(map(int, incoming.tolist()))
+
+    def _move(self, sizes: list[int], incoming: list[int], stamp: Stamp, write: Write) -> Moving:
+        """Write all messages side by side and let them travel."""
+        padded, arriving = [list(map(aligned, part)) for part in (sizes, incoming)]
+        source = torch.empty(sum(padded), dtype=torch.uint8)
+        target = torch.empty(sum(arriving), dtype=torch.uint8, device=self._device)
+        begins, arrivals = [[0, *np.cumsum(part).tolist()] for part in (padded, arriving)]
+        buffer = source.numpy()
+        for w in self._others:
+            written = write(w, buffer[begins[w] : begins[w + 1]])
+            assert written == sizes[w], "the size was told before the message was written"
+            self._counters.sent_bytes += written
+        source = source.to(self._device)
+        work = self._all_to_all(target, source, arriving, padded, stamp, wait=False)
+        return Moving(work, source, target, arrivals)
+
+    def _all_to_all(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        target_sizes: list[int] | None,
+        source_sizes: list[int] | None,
+        stamp: Stamp,
+        *,
+        wait: bool = True,
+    ) -> dist.Work:
+        try:
+            work: dist.Work = dist.all_to_all_single(
+                target, source, target_sizes, source_sizes, group=self._group, async_op=True
+            )
+            if wait:
+                work.wait()
+        except RuntimeError as error:
+            raise _failed(stamp, error) from error
+        return work
+
+
+def _failed(stamp: Stamp, error: RuntimeError) -> PassFailed:
+    return PassFailed(
+        epoch=stamp.epoch,
+        pass_id=stamp.pass_id,
+        layer=stamp.layer,
+        phase=stamp.phase.value,
+        suspects=(),  # the process group does not say who
+        evidence=str(error),
+    )
+
+
+class CollectiveDispatcher(FixedGroup, ExchangeCalls):
     """A `Dispatcher` on a process group, gloo or NCCL. Not thread-safe.
 
     Tensors are in host memory with either; NCCL's messages take a detour over the current GPU.
@@ -71,13 +172,11 @@ class CollectiveDispatcher(FixedGroup, Dispatcher):
         missing_experts: MissingExperts = MissingExperts.WAIT,
     ) -> None:
         super().__init__(layout)
-        self._group = process_group
-        self._size = dist.get_world_size(process_group)
-        self._device = device_of(process_group)
-        members = list(ranks) if ranks is not None else list(range(self._size))
+        size = dist.get_world_size(process_group)
+        members = list(ranks) if ranks is not None else list(range(size))
         assert members == sorted(members), "group ranks follow the order of the map's ranks"
-        assert len(members) == self._size, "one rank of the map for each rank of the group"
-        self._exchange = Exchange(
+        assert len(members) == size, "one rank of the map for each rank of the group"
+        exchange = Exchange(
             layout,
             expert_map,
             members,
@@ -86,140 +185,7 @@ class CollectiveDispatcher(FixedGroup, Dispatcher):
             counters=self._counters,
             weighted_sum=WeightedSum(layout),
         )
-        self._others = [w for w in range(self._size) if w != self._exchange.me]
-        self._moving: dict[int, Moving] = {}  # window -> what is due in it
+        self._parts = exchange, CollectiveCarrier(process_group, exchange.me, self._counters)
 
-    def dispatch_send(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        *,
-        layer: int,
-        microbatch: int = 0,
-        more: bool = False,
-    ) -> Outgoing:
-        """See `Dispatcher.dispatch_send`. Waits for the other ranks' sizes."""
-        stamp = self._dispatching(layer, microbatch)
-        outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp, more=more)
-        exchange = self._exchange
-        sizes = self._sizes_of(lambda w: exchange.dispatch_bytes(outgoing, w))
-        incoming = self._sizes(sizes, stamp)
-        self._moving[stamp.window] = self._move(
-            sizes, incoming, stamp, lambda w, part: exchange.write_dispatch(outgoing, w, part)
-        )
-        self._sequence.expect(Call.DISPATCH_RECV, outgoing, stamp)
-        return outgoing
-
-    def dispatch_recv(
-        self, outgoing: Outgoing, *, timeout_s: float | None = None
-    ) -> tuple[ExpertRows, DispatchHandle]:
-        """See `Dispatcher.dispatch_recv`."""
-        stamp = outgoing.stamp
-        self._sequence.check(Call.DISPATCH_RECV, outgoing, stamp)
-        buffers = self._moved(stamp, timeout_s)
-        try:
-            arrived, handle = self._exchange.receive(outgoing, buffers)
-        except MessageMismatch:
-            self._sequence.become_failed()
-            raise
-        self._sequence.expect(Call.COMBINE_SEND, handle, stamp)
-        return arrived, handle
-
-    def combine_send(self, expert_out: torch.Tensor, handle: DispatchHandle) -> Returning:
-        """See `Dispatcher.combine_send`."""
-        self._sequence.check(Call.COMBINE_SEND, handle, handle.stamp)
-        stamp = handle.stamp.answer()
-        exchange = self._exchange
-        returning = exchange.returning(expert_out, handle, stamp)
-        self._moving[stamp.window] = self._move(
-            self._sizes_of(lambda w: exchange.combine_bytes(returning, w)),
-            self._sizes_of(lambda w: exchange.due_bytes(returning, w)),
-            stamp,
-            lambda w, part: exchange.write_combine(returning, w, part),
-        )
-        self._sequence.expect(Call.COMBINE_RECV, returning, stamp)
-        return returning
-
-    def combine_recv(self, returning: Returning, *, timeout_s: float | None = None) -> torch.Tensor:
-        """See `Dispatcher.combine_recv`."""
-        stamp = returning.handle.stamp.answer()
-        self._sequence.check(Call.COMBINE_RECV, returning, stamp)
-        buffers = self._moved(stamp, timeout_s)
-        try:
-            out = self._exchange.finish(returning, buffers)
-        except MessageMismatch:
-            self._sequence.become_failed()
-            raise
-        self._sequence.combined(stamp)
-        return out
-
-    def _sizes_of(self, nbytes: Callable[[int], int]) -> list[int]:
-        """Return the size of each member's message; this rank sends itself none."""
-        return [0 if w == self._exchange.me else nbytes(w) for w in range(self._size)]
-
-    def _sizes(self, sizes: list[int], stamp: Stamp) -> list[int]:
-        """Tell every rank the size of its message; return the sizes that are coming."""
-        incoming = torch.empty(self._size, dtype=torch.int64, device=self._device)
-        self._all_to_all(incoming, torch.tensor(sizes, device=self._device), None, None, stamp)
-        return list(map(int, incoming.tolist()))
-
-    def _move(self, sizes: list[int], incoming: list[int], stamp: Stamp, write: Write) -> Moving:
-        """Write all messages side by side and let them travel."""
-        padded, arriving = [list(map(aligned, part)) for part in (sizes, incoming)]
-        source = torch.empty(sum(padded), dtype=torch.uint8)
-        target = torch.empty(sum(arriving), dtype=torch.uint8, device=self._device)
-        begins, arrivals = [[0, *np.cumsum(part).tolist()] for part in (padded, arriving)]
-        buffer = source.numpy()
-        for w in self._others:
-            written = write(w, buffer[begins[w] : begins[w + 1]])
-            assert written == sizes[w], "the size was told before the message was written"
-            self._counters.sent_bytes += written
-        source = source.to(self._device)
-        work = self._all_to_all(target, source, arriving, padded, stamp, wait=False)
-        return Moving(work, source, target, arrivals)
-
-    def _moved(self, stamp: Stamp, timeout_s: float | None) -> dict[int, Bytes]:
-        """Return the messages of a phase once they are here."""
-        moving = self._moving.pop(stamp.window)
-        try:
-            if timeout_s is None:
-                moving.work.wait()
-            else:
-                moving.work.wait(timedelta(seconds=timeout_s))
-            received = moving.target.cpu().numpy()
-        except RuntimeError as error:
-            raise self._failed(stamp, error) from error
-        bounds = moving.arrivals
-        return {w: received[bounds[w] : bounds[w + 1]] for w in self._others}
-
-    def _all_to_all(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        target_sizes: list[int] | None,
-        source_sizes: list[int] | None,
-        stamp: Stamp,
-        *,
-        wait: bool = True,
-    ) -> dist.Work:
-        try:
-            work: dist.Work = dist.all_to_all_single(
-                target, source, target_sizes, source_sizes, group=self._group, async_op=True
-            )
-            if wait:
-                work.wait()
-        except RuntimeError as error:
-            raise self._failed(stamp, error) from error
-        return work
-
-    def _failed(self, stamp: Stamp, error: RuntimeError) -> PassFailed:
-        self._sequence.become_failed()
-        return PassFailed(
-            epoch=stamp.epoch,
-            pass_id=stamp.pass_id,
-            layer=stamp.layer,
-            phase=stamp.phase.value,
-            suspects=(),  # the process group does not say who
-            evidence=str(error),
-        )
+    def _installed(self) -> tuple[Exchange, CollectiveCarrier]:
+        return self._parts

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from dispatch.carrier import Size, Write
 from dispatch.exchange import Exchange
 from dispatch.growth import append_grant, read_grant, read_note, with_grant, write_note
 from dispatch.layout import Bytes
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from transfer import RegionKey, TransferEngine
 
 logger = logging.getLogger(__name__)
-
-Size = Callable[[int], int]  # position of a member -> bytes of the message for it
-Write = Callable[[int, Bytes], int]  # position of a member, buffer -> bytes written
 
 
 class Route(NamedTuple):
@@ -104,17 +102,8 @@ class Delivery:
         """Return (peer, immediate) of the messages that may begin a pass."""
         return self._waiting.first_messages()
 
-    def send(self, stamp: Stamp, size: Size, write: Write) -> None:
-        """Send one message to every peer.
-
-        Args:
-            stamp: Of the messages.
-            size: Tells the size of the message for the member at a position.
-            write: Assembles it.
-
-        Raises:
-            PassFailed.
-        """
+    def send(self, stamp: Stamp, size: Size, write: Write, *, due: Size | None = None) -> None:
+        """See `Carrier.send`; a write says its own size."""
         self._waiting.settle(stamp)
         for route in self._routes:
             self._send(stamp, route, size(route.position), write)
@@ -122,21 +111,7 @@ class Delivery:
     def receive(
         self, stamp: Stamp, shared: bytes, timeout_s: float | None = None
     ) -> Mapping[int, Bytes]:
-        """Wait for the message of every peer.
-
-        Args:
-            stamp: Of the messages.
-            shared: What their headers have in common.
-            timeout_s: Longest time to wait in all; default: as long as messages keep arriving.
-
-        Returns:
-            Position of each other member -> its message; valid until the next phase of this
-            microbatch has been sent.
-
-        Raises:
-            PassFailed, transfer.Interrupted.
-            MessageMismatch: A note or a grant is not as it should be.
-        """
+        """See `Carrier.receive`; also raises `transfer.Interrupted`."""
         if not self._routes:
             return {}
         start = time.monotonic()

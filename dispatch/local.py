@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
 
 from configs.schema import MissingExperts
-from dispatch.dispatcher import Dispatcher
+from dispatch.carrier import Size, Write
 from dispatch.exchange import Exchange
+from dispatch.exchange_calls import ExchangeCalls
 from dispatch.expert_map import ExpertMap
-from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
-from dispatch.layout import DispatchLayout
+from dispatch.layout import Bytes, DispatchLayout
+from dispatch.message import Stamp
 from dispatch.pass_calls import FixedGroup
-from dispatch.passes import Call
 from dispatch.weighted_sum import WeightedSum
 
 
-class LocalDispatcher(FixedGroup, Dispatcher):
-    """A `Dispatcher` for a rank that is alone. Not thread-safe.
+class Nobody:
+    """The `Carrier` of a rank without others: nothing is sent, and nothing waited for."""
+
+    def send(self, stamp: Stamp, size: Size, write: Write, *, due: Size | None = None) -> None:
+        """See `Carrier.send`."""
+
+    def receive(
+        self, stamp: Stamp, shared: bytes, timeout_s: float | None = None
+    ) -> Mapping[int, Bytes]:
+        """See `Carrier.receive`."""
+        return {}
+
+
+class LocalDispatcher(FixedGroup, ExchangeCalls):
+    """A `Dispatcher` for a rank that is alone, which never raises PassFailed. Not thread-safe.
 
     Args:
         layout: Sizes.
@@ -37,7 +50,7 @@ class LocalDispatcher(FixedGroup, Dispatcher):
         missing_experts: MissingExperts = MissingExperts.WAIT,
     ) -> None:
         super().__init__(layout)
-        self._exchange = Exchange(
+        exchange = Exchange(
             layout,
             expert_map
             or ExpertMap.even(
@@ -49,45 +62,7 @@ class LocalDispatcher(FixedGroup, Dispatcher):
             counters=self._counters,
             weighted_sum=WeightedSum(layout),
         )
+        self._parts = exchange, Nobody()
 
-    def dispatch_send(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        *,
-        layer: int,
-        microbatch: int = 0,
-        more: bool = False,
-    ) -> Outgoing:
-        """See `Dispatcher.dispatch_send`; never raises PassFailed."""
-        stamp = self._dispatching(layer, microbatch)
-        outgoing = self._exchange.send(x, topk_ids, topk_weights, stamp, more=more)
-        self._sequence.expect(Call.DISPATCH_RECV, outgoing, stamp)
-        return outgoing
-
-    def dispatch_recv(
-        self, outgoing: Outgoing, *, timeout_s: float | None = None
-    ) -> tuple[ExpertRows, DispatchHandle]:
-        """See `Dispatcher.dispatch_recv`; never raises PassFailed."""
-        del timeout_s  # nobody to wait for
-        self._sequence.check(Call.DISPATCH_RECV, outgoing, outgoing.stamp)
-        rows, handle = self._exchange.receive(outgoing, {})
-        self._sequence.expect(Call.COMBINE_SEND, handle, handle.stamp)
-        return rows, handle
-
-    def combine_send(self, expert_out: torch.Tensor, handle: DispatchHandle) -> Returning:
-        """See `Dispatcher.combine_send`; never raises PassFailed."""
-        self._sequence.check(Call.COMBINE_SEND, handle, handle.stamp)
-        returning = self._exchange.returning(expert_out, handle, handle.stamp.answer())
-        self._sequence.expect(Call.COMBINE_RECV, returning, handle.stamp)
-        return returning
-
-    def combine_recv(self, returning: Returning, *, timeout_s: float | None = None) -> torch.Tensor:
-        """See `Dispatcher.combine_recv`; never raises PassFailed."""
-        del timeout_s
-        stamp = returning.handle.stamp
-        self._sequence.check(Call.COMBINE_RECV, returning, stamp)
-        out = self._exchange.finish(returning, {})
-        self._sequence.combined(stamp)
-        return out
+    def _installed(self) -> tuple[Exchange, Nobody]:
+        return self._parts

@@ -18,20 +18,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
-
-import torch
 
 from configs.schema import DispatchConfig, MissingExperts
 from dispatch.delivery import Delivery
-from dispatch.dispatcher import Dispatcher
 from dispatch.exchange import Exchange
+from dispatch.exchange_calls import ExchangeCalls
 from dispatch.expert_map import ExpertMap
-from dispatch.handle import DispatchHandle, ExpertRows, Outgoing, Returning
 from dispatch.layout import DispatchLayout
 from dispatch.pass_calls import ChangingGroup, offer_of
-from dispatch.passes import Call
 from dispatch.weighted_sum import WeightedSum
 from dispatch.windows import ReceiveWindow, SendWindow, Staging, expected_choices, window_sizes
 
@@ -41,11 +36,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TransferDispatcher(ChangingGroup, Dispatcher):
+class TransferDispatcher(ChangingGroup, ExchangeCalls):
     """A `Dispatcher` for a group whose membership changes.
 
     Made once per process; `prepare` and `install` lead from epoch to epoch, in any state. After
     an error in a pass every call but these two is refused. Not thread-safe.
+
+    Calls that send or receive also raise `transfer.Interrupted`, when the engine was interrupted:
+    that pass is lost.
 
     Args:
         engine: Open, connected to every member before `install`; not owned.
@@ -162,84 +160,6 @@ class TransferDispatcher(ChangingGroup, Dispatcher):
         )
         self._sequence.become_idle()
         logger.debug("epoch %d installed on rank %d", epoch, exchange.rank)
-
-    def dispatch_send(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        *,
-        layer: int,
-        microbatch: int = 0,
-        more: bool = False,
-    ) -> Outgoing:
-        """See `Dispatcher.dispatch_send`.
-
-        Raises:
-            transfer.Interrupted: The engine was interrupted; this pass is lost.
-        """
-        stamp = self._dispatching(layer, microbatch)
-        exchange, delivery = self._installed()
-        outgoing = exchange.send(x, topk_ids, topk_weights, stamp, more=more)
-        with self._sequence:
-            delivery.send(
-                stamp,
-                partial(exchange.dispatch_bytes, outgoing),
-                partial(exchange.write_dispatch, outgoing),
-            )
-        self._sequence.expect(Call.DISPATCH_RECV, outgoing, stamp)
-        return outgoing
-
-    def dispatch_recv(
-        self, outgoing: Outgoing, *, timeout_s: float | None = None
-    ) -> tuple[ExpertRows, DispatchHandle]:
-        """See `Dispatcher.dispatch_recv`.
-
-        Raises:
-            transfer.Interrupted: The engine was interrupted; this pass is lost.
-        """
-        stamp = outgoing.stamp
-        self._sequence.check(Call.DISPATCH_RECV, outgoing, stamp)
-        exchange, delivery = self._installed()
-        with self._sequence:
-            rows, handle = exchange.receive(
-                outgoing, delivery.receive(stamp, outgoing.shared, timeout_s)
-            )
-        self._sequence.expect(Call.COMBINE_SEND, handle, stamp)
-        return rows, handle
-
-    def combine_send(self, expert_out: torch.Tensor, handle: DispatchHandle) -> Returning:
-        """See `Dispatcher.combine_send`.
-
-        Raises:
-            transfer.Interrupted: The engine was interrupted; this pass is lost.
-        """
-        self._sequence.check(Call.COMBINE_SEND, handle, handle.stamp)
-        stamp = handle.stamp.answer()
-        exchange, delivery = self._installed()
-        returning = exchange.returning(expert_out, handle, stamp)
-        with self._sequence:
-            delivery.send(
-                stamp,
-                partial(exchange.combine_bytes, returning),
-                partial(exchange.write_combine, returning),
-            )
-        self._sequence.expect(Call.COMBINE_RECV, returning, stamp)
-        return returning
-
-    def combine_recv(self, returning: Returning, *, timeout_s: float | None = None) -> torch.Tensor:
-        """See `Dispatcher.combine_recv`.
-
-        Raises:
-            transfer.Interrupted: The engine was interrupted; this pass is lost.
-        """
-        stamp = returning.handle.stamp.answer()
-        self._sequence.check(Call.COMBINE_RECV, returning, stamp)
-        exchange, delivery = self._installed()
-        with self._sequence:
-            out = exchange.finish(returning, delivery.receive(stamp, returning.shared, timeout_s))
-        self._sequence.combined(stamp)
-        return out
 
     def close(self) -> None:
         """Withdraw everything that was offered and let go of the memory. Idempotent."""
