@@ -6,22 +6,14 @@ who finds `compiled` to be None does the same in torch, with the same bits.
 
 from __future__ import annotations
 
-import os
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-compiled: ModuleType | None
-try:
-    if os.environ.get("MOE_RUNTIME_NATIVE") == "0":
-        raise ImportError("turned off by MOE_RUNTIME_NATIVE=0")
-    from dispatch import _native
-except ImportError:
-    compiled = None
-else:
-    compiled = _native
+from transfer.compiled_part import compiled_part
+
+compiled = compiled_part("dispatch._native")
 
 
 def addresses(

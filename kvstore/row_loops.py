@@ -7,21 +7,13 @@ Measured with blocks by the thousand, a loop in Python takes 30 to 100 ns a row,
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Final, TypeVar
 
-compiled: ModuleType | None
-try:
-    if os.environ.get("MOE_RUNTIME_NATIVE") == "0":
-        raise ImportError("turned off by MOE_RUNTIME_NATIVE=0")
-    from kvstore import _rows
-except ImportError:
-    compiled = None
-else:
-    compiled = _rows
+from transfer.compiled_part import compiled_part
+
+compiled = compiled_part("kvstore._rows")
 
 COMPILED: Final = compiled is not None
 T = TypeVar("T")

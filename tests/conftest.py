@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             top = item.path.relative_to(ROOT).parts[0]
             if top in DIRECTORY_MARKERS:
                 item.add_marker(getattr(pytest.mark, top))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What is entered here ends with the test, the last first."""
+    with ExitStack() as stack:
+        yield stack
 
 
 def _children() -> set[str]:

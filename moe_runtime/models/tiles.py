@@ -12,22 +12,16 @@ Legend: M and R rows, K depth, N columns, H hidden, I width of an expert.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from types import ModuleType
 
 import numpy as np
 import torch
 
-compiled: ModuleType | None
-try:
-    if os.environ.get("MOE_RUNTIME_NATIVE") == "0":
-        raise ImportError("turned off by MOE_RUNTIME_NATIVE=0")
-    from moe_runtime.models import _tiles
-except ImportError:
+from transfer.compiled_part import compiled_part
+
+compiled = compiled_part("moe_runtime.models._tiles")
+if compiled is not None and not compiled.supported():
     compiled = None
-else:
-    compiled = _tiles if _tiles.supported() else None
 
 TILE_ROWS = 16
 DEPTH = 32  # of a tile; sizes are filled up to multiples of it

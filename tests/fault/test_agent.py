@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from configs.schema import ElasticConfig
 from elastic import agent as agent_module
 from elastic.agent import LocalAgent, WorkerGroup
 from tests.support.local_store import LocalStore
+from tests.support.waits import eventually
 
 CONFIG = ElasticConfig(restart_backoff_s=0.05, max_restarts=3)
 
@@ -54,13 +54,6 @@ group = WorkerGroup(command=command, num_workers=3)
 agent = LocalAgent(ElasticConfig(), group, drain_timeout_s=5.0)
 sys.exit(agent.run_until_signal())
 """
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
 
 
 def said(folder: Path) -> dict[str, dict[str, str]]:
@@ -98,10 +91,10 @@ def test_only_the_dead_worker_is_restarted(tmp_path: Path) -> None:
     store = LocalStore()
     running = Running(LocalAgent(CONFIG, group(tmp_path, "normal"), store=store))
     with running as agent:
-        wait_for(lambda: len(said(tmp_path)) == 3)
+        eventually(lambda: len(said(tmp_path)) == 3)
         before, names = agent.pids(), agent.incarnations()
         os.kill(before[1], signal.SIGKILL)
-        wait_for(lambda: "1.1" in said(tmp_path))
+        eventually(lambda: "1.1" in said(tmp_path))
         after = agent.pids()
         assert (after[0], after[2]) == (before[0], before[2])
         assert after[1] != before[1]
@@ -149,10 +142,10 @@ def test_a_restart_that_fails_is_tried_again_and_costs_no_other_worker(
 
     monkeypatch.setattr(agent_module, "_Handler", handler)
     with Running(LocalAgent(CONFIG, group(tmp_path, "normal"))) as agent:
-        wait_for(lambda: len(said(tmp_path)) == 3)
+        eventually(lambda: len(said(tmp_path)) == 3)
         before = agent.pids()
         os.kill(before[1], signal.SIGKILL)
-        wait_for(lambda: "1.2" in said(tmp_path))
+        eventually(lambda: "1.2" in said(tmp_path))
         after = agent.pids()
         assert (after[0], after[2]) == (before[0], before[2])
     assert failures == ["1"]
@@ -167,7 +160,7 @@ def test_a_program_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
 def test_a_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     agent = LocalAgent(CONFIG, group(tmp_path, "stubborn", num_workers=1), drain_timeout_s=0.3)
     with Running(agent):
-        wait_for(lambda: len(said(tmp_path)) == 1)
+        eventually(lambda: len(said(tmp_path)) == 1)
         (pid,) = agent.pids().values()
     assert not psutil.pid_exists(pid)
 
@@ -178,14 +171,14 @@ def test_no_worker_outlives_its_agent(tmp_path: Path, number: signal.Signals) ->
     command = [sys.executable, "-c", AGENT, sys.executable, "-c", WORKER, str(tmp_path), mode]
     agent = subprocess.Popen(command)
     try:
-        wait_for(lambda: len(said(tmp_path)) == 3, timeout_s=40)
+        eventually(lambda: len(said(tmp_path)) == 3, timeout_s=40)
         pids = [int(worker["pid"]) for worker in said(tmp_path).values()]
         assert all(psutil.pid_exists(pid) for pid in pids)
         agent.send_signal(number)
         expected = 0 if number is signal.SIGTERM else -signal.SIGKILL
         assert agent.wait(timeout=20) == expected
         # Orphans are reaped by init, which may take a moment or (in a container) never happen.
-        wait_for(lambda: not any(_runs(pid) for pid in pids), timeout_s=10)
+        eventually(lambda: not any(_runs(pid) for pid in pids), timeout_s=10)
     finally:
         agent.kill()
         agent.wait(timeout=10)

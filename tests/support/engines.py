@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from configs.schema import TransferBackend, TransferConfig
 from tests.support.certificates import member_tls
+from tests.support.waits import eventually as eventually
 from transfer import Access, Region, RegionKey, TransferEngine
 
 SECRET = b"only the members of this cluster know it"
@@ -45,13 +45,6 @@ def offer(owner: TransferEngine, region: Region, to: TransferEngine, access: Acc
     """Offer and send the key through its bytes, as a real user does."""
     key = owner.offer(region, to=to.name, access=access, **window)
     return RegionKey.decode(key.encode())
-
-
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)
 
 
 def open_descriptors() -> int:

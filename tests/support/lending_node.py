@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -46,6 +48,18 @@ def damage(segment: Segment, offset: int) -> None:
         slab.store(byte, make_pieces(0, offset, 1), deadline, written.end)
         written.wait()
         assert read(segment, offset, 1)[0] == byte[0]
+
+
+def three_media(folder: Path, nbytes: int) -> list[dict[str, object]]:
+    """A segment each of memory, of a file, and of what a file stands for, memory on a bus."""
+    folder.mkdir(exist_ok=True)
+    (folder / "dax").touch()
+    os.truncate(folder / "dax", nbytes)
+    return [
+        {"bytes": nbytes},
+        {"medium": "ssd", "bytes": nbytes, "path": folder / "slab", "threads": 2},
+        {"medium": "cxl", "bytes": nbytes, "path": folder / "dax"},
+    ]
 
 
 class LendingNode:

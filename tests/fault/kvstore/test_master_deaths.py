@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import time
-from contextlib import ExitStack
 
 import pytest
 
@@ -20,12 +19,6 @@ from tests.support.master_process import (
 )
 
 DOWN_S = 2.0
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as made:
-        yield made
 
 
 def fresh_keys(number: int) -> list[bytes]:

@@ -6,7 +6,6 @@ import random
 import secrets
 import signal
 import time
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -19,12 +18,6 @@ from transfer import TransferError
 SIZE = 16 << 20
 BLOCK = 1 << 18
 WAIT_S = 40.0
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

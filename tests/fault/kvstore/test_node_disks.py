@@ -8,7 +8,6 @@ import secrets
 import shutil
 import subprocess
 import threading
-import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -21,17 +20,11 @@ from tests.support.disk_calls import in_python
 from tests.support.lending_node import LendingNode, damage, read
 from tests.support.ordering_master import OrderingMaster
 from tests.support.pool_member import start_pool
+from tests.support.waits import eventually
 from transfer import StorageFailed, StorageFull
 
 SIZE = 1 << 20
 BLOCK = 4096
-WAIT_S = 30.0
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
@@ -60,13 +53,6 @@ def ssd(path, nbytes=SIZE):
     return {"medium": "ssd", "bytes": nbytes, "path": path, "threads": 2, "direct": "prefer"}
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_no_room_for_a_segment(small_disk, stack, master):
     descriptors, threads = psutil.Process().num_fds(), threading.active_count()
     segments = [{"bytes": SIZE}, ssd(small_disk / "fits"), ssd(small_disk / "slab", 4 * SIZE)]
@@ -75,8 +61,8 @@ def test_no_room_for_a_segment(small_disk, stack, master):
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.retryable
     assert sorted(path.name for path in small_disk.iterdir()) == ["fits", "fits.index"]
-    wait_until(lambda: psutil.Process().num_fds() <= descriptors)
-    wait_until(lambda: threading.active_count() <= threads)
+    eventually(lambda: psutil.Process().num_fds() <= descriptors)
+    eventually(lambda: threading.active_count() <= threads)
     assert master.registered == []
 
 
@@ -197,7 +183,7 @@ def test_a_corrupted_block_is_found_by_its_reader(tmp_path, stack, medium):
         return list(member.client.put(keys, member.region, offsets, BLOCK))
 
     assert put() == [PutOutcome.STORED] * 4
-    wait_until(lambda: len(member.node.segments[0].held().keys) == 4)
+    eventually(lambda: len(member.node.segments[0].held().keys) == 4)
     (bad,) = [b for b in member.node.segments[0].index.blocks() if b.key == keys[2]]
     damage(member.node.segments[0], bad.offset + 4000)
     expected = member.bytes[: 2 * BLOCK].clone()
@@ -227,10 +213,10 @@ def test_a_corrupted_block_is_found_by_the_scrubber(tmp_path, stack, medium):
     master, (member,) = start_pool(stack, members=1, segments=[segment], scrub=scrub)
     keys = [secrets.token_bytes(16) for _ in range(4)]
     assert set(member.client.put(keys, member.region, np.arange(4) * BLOCK, BLOCK)) == {"stored"}
-    wait_until(lambda: len(member.node.segments[0].held().keys) == 4)
+    eventually(lambda: len(member.node.segments[0].held().keys) == 4)
     (bad,) = [b for b in member.node.segments[0].index.blocks() if b.key == keys[1]]
     damage(member.node.segments[0], bad.offset + 7)
-    wait_until(lambda: list(member.client.exists(keys)) == [True, False, True, True])
+    eventually(lambda: list(member.client.exists(keys)) == [True, False, True, True])
     assert master.statistics().corrupt_blocks == 1
     assert member.node.statistics().scrub.dropped_blocks == 1
     master.check_invariants()

@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import time
-from contextlib import ExitStack
 
 import pytest
 
@@ -14,12 +13,6 @@ from kvstore.wire import messages as m
 from tests.support.master_process import WAIT_S, MasterCluster, find, write_on
 
 PUT_S = 60.0  # what a put may take: nobody waits for its end here
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as made:
-        yield made
 
 
 def fresh_keys(number: int) -> list[bytes]:

@@ -16,8 +16,16 @@ import psutil
 import pytest
 import torch
 
-from tests.support.engines import BACKENDS, BOTH, TLS, engine_pair, eventually, new_engine, offer
+from tests.support.engines import (
+    BACKENDS,
+    BOTH,
+    TLS,
+    engine_pair,
+    new_engine,
+    offer,
+)
 from tests.support.ranks import Board, run_ranks
+from tests.support.waits import eventually
 from transfer import TransferEngine, TransferError, allocate
 from transfer.connections import rendezvous as rendezvous_module
 

@@ -21,12 +21,13 @@ from tests.support.engines import (
     BACKENDS,
     SECRET,
     engine_pair,
-    eventually,
     new_engine,
     new_name,
     offer,
 )
 from tests.support.ranks import Board, run_ranks
+from tests.support.raw_member import exactly, shake_hands
+from tests.support.waits import eventually
 from transfer import (
     Access,
     EngineClosed,
@@ -44,16 +45,6 @@ SOON_S = 20.0
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def exactly(sock: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        portion = sock.recv(nbytes - len(data))
-        if not portion:
-            raise ConnectionError("closed")
-        data += portion
-    return data
-
-
 def greet(engine: TransferEngine, purpose: Purpose, name: str, facts: Facts,
           told: bytes | None = None) -> socket.socket:  # fmt: skip
     """Authenticate as a member with whatever facts, and what it was told as `name` before."""
@@ -63,13 +54,7 @@ def greet(engine: TransferEngine, purpose: Purpose, name: str, facts: Facts,
     machine = DialerHandshake(
         secret=SECRET, name=name, facts=facts, admit=lambda *_: None, sessions=lambda _: session
     )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(sock)
-        sock.sendall(machine.start(purpose))
-        while not machine.done:
-            sock.sendall(machine.feed(exactly(sock, machine.needed)))
-        stack.pop_all()
-    return sock
+    return shake_hands(sock, machine, purpose)
 
 
 def facts_like(engine: TransferEngine, **lies: Any) -> Facts:

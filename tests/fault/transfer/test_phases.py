@@ -18,8 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import BOTH, eventually, new_engine, new_name, offer, open_descriptors
+from tests.support.engines import (
+    BOTH,
+    new_engine,
+    new_name,
+    offer,
+    open_descriptors,
+)
 from tests.support.nursery import ROOT, Nursery, Peer
+from tests.support.waits import eventually
 from transfer import (
     HandshakeRefused,
     ImmediateTimeout,

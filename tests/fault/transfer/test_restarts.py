@@ -15,8 +15,15 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.engines import BACKENDS, BOTH, engine_pair, eventually, new_engine, offer
+from tests.support.engines import (
+    BACKENDS,
+    BOTH,
+    engine_pair,
+    new_engine,
+    offer,
+)
 from tests.support.ranks import Board, run_ranks
+from tests.support.waits import eventually
 from transfer import (
     HandshakeRefused,
     ImmediateTimeout,

@@ -17,7 +17,14 @@ import torch
 
 from configs.schema import TransferTls
 from tests.support.certificates import Authority, member_tls
-from tests.support.engines import TLS, engine_pair, eventually, new_engine, offer, open_descriptors
+from tests.support.engines import (
+    TLS,
+    engine_pair,
+    new_engine,
+    offer,
+    open_descriptors,
+)
+from tests.support.waits import eventually
 from transfer import HandshakeRefused, TransferEngine
 from transfer.connections import rendezvous as rendezvous_module
 

@@ -95,12 +95,6 @@ class Pool:
         self._stack.close()
 
 
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
 def fresh(number):
     return [secrets.token_bytes(16) for _ in range(number)]
 

@@ -6,20 +6,12 @@ import multiprocessing
 import signal
 from contextlib import ExitStack
 
-import pytest
-
 from kvstore import MasterServer
 from tests.support.doomed_writer import put_and_die
-from tests.support.engines import eventually
 from tests.support.store_pool import WAIT_S, Pool
+from tests.support.waits import eventually
 
 SIZE = 4096
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 class Doomed:

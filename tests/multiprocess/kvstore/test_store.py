@@ -9,8 +9,8 @@ import pytest
 
 from configs.schema import TransferBackend
 from kvstore import MasterServer, MasterUnavailable
-from tests.support.engines import eventually
 from tests.support.store_worker import StorePool
+from tests.support.waits import eventually
 
 
 def fresh_keys(number):

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from configs.schema import TransferBackend
-from tests.support.engines import eventually
 from tests.support.store_worker import StorePool
+from tests.support.waits import eventually
 
 
 def fresh_keys(number):

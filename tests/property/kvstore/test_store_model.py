@@ -18,8 +18,8 @@ import torch
 from configs.kvstore_policies import PolicyConfig
 from configs.schema import TransferBackend, TransferConfig
 from kvstore import GetOutcome, Pieces, Pin, PutOptions, PutOutcome, RegionPiece, Store
-from tests.support.engines import eventually
 from tests.support.store_pool import Pool
+from tests.support.waits import eventually
 from transfer import allocate
 
 STEPS = 250

@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.engines import engine_pair, eventually, offer
+from tests.support.engines import (
+    engine_pair,
+    offer,
+)
+from tests.support.waits import eventually
 from transfer import Transfer, TransferTimeout, allocate, native
 from transfer.backends.incoming import IncomingWrites
 from transfer.memory.region import Region

@@ -12,7 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs.schema import FileConfig
-from tests.support.engines import engine_pair, eventually, offer
+from tests.support.engines import (
+    engine_pair,
+    offer,
+)
+from tests.support.waits import eventually
 from transfer import Memory, ProtocolViolation, RegionKey, allocate
 from transfer.backends.file import FileSlab
 from transfer.storage.bounce import BUFFER_BYTES

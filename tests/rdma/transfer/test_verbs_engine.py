@@ -18,8 +18,13 @@ import pytest
 import torch
 
 from configs.schema import TransferBackend
-from tests.support.engines import BOTH, eventually, new_engine, offer
+from tests.support.engines import (
+    BOTH,
+    new_engine,
+    offer,
+)
 from tests.support.fabric import lose_silently, pull, repair, slow_down
+from tests.support.waits import eventually
 from transfer import (
     Access,
     AccessRefused,

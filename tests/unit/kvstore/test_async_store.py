@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import threading
 import time
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -16,12 +15,6 @@ from configs.schema import TransferBackend, TransferConfig
 from kvstore import AsyncStore, GetOutcome, InvalidKey, MasterUnavailable, PutOutcome
 from tests.support.store_pool import Pool
 from transfer import allocate
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.mark.parametrize("backend", [TransferBackend.AUTO, TransferBackend.TCP])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import secrets
 import time
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -51,12 +50,6 @@ class Member:
     def fill(self):
         self.array[:] = np.frombuffer(secrets.token_bytes(16 * BLOCK), dtype=np.uint8)
         return self.array.copy()
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

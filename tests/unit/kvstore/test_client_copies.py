@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -18,16 +17,10 @@ from kvstore import (
     PutOutcome,
 )
 from kvstore.wire import messages as m
-from tests.support.engines import eventually
 from tests.support.store_pool import SEGMENT, Pool
+from tests.support.waits import eventually
 
 BLOCK = 4096
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 def places(pool, value):

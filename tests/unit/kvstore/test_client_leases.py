@@ -6,7 +6,6 @@ import math
 import secrets
 import threading
 import time
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -23,17 +22,11 @@ from kvstore.client.lease import Lease
 from kvstore.client.lease_keeper import HELD_MAX, LeaseKeeper
 from kvstore.errors import MasterUnavailable
 from kvstore.wire import messages as m
-from tests.support.engines import eventually
 from tests.support.store_pool import Pool
+from tests.support.waits import eventually
 from transfer import allocate
 
 BLOCK = 4096
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 def filled(stack, number, *, chunk_bytes=0, **knobs):

@@ -18,7 +18,7 @@ from kvstore.node.copy_work import CopyWork
 from kvstore.node.indexed_block import IndexedBlock
 from kvstore.wire import messages as m
 from tests.support.disk_calls import in_python
-from tests.support.lending_node import LendingNode, damage, read
+from tests.support.lending_node import LendingNode, damage, read, three_media
 from tests.support.ordering_master import OrderingMaster
 from transfer import PeerLost, TransferTimeout
 
@@ -27,30 +27,13 @@ WAIT_S = 30.0
 
 
 @pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def master(stack):
     return stack.enter_context(OrderingMaster(b"s"))
 
 
-def segments(folder, nbytes=SIZE):
-    folder.mkdir()
-    (folder / "dax").touch()
-    os.truncate(folder / "dax", nbytes)
-    return [
-        {"bytes": nbytes},
-        {"medium": "ssd", "bytes": nbytes, "path": folder / "slab", "threads": 2},
-        {"medium": "cxl", "bytes": nbytes, "path": folder / "dax"},
-    ]
-
-
 def two_nodes(stack, master, tmp_path, nbytes=SIZE, **knobs):
     return [
-        LendingNode(stack, master.address, b"s", segments(tmp_path / str(i), nbytes), **knobs)
+        LendingNode(stack, master.address, b"s", three_media(tmp_path / str(i), nbytes), **knobs)
         for i in range(2)
     ]
 
@@ -214,7 +197,7 @@ def test_a_report_that_is_not_taken_is_told_again(tmp_path, stack, master):
 def test_close_reports_what_was_done(tmp_path, stack, master):
     """The batch under way ends, what was not begun is left to the master."""
     with ExitStack() as inner:
-        (first,) = [LendingNode(inner, master.address, b"s", segments(tmp_path / "a"))]
+        (first,) = [LendingNode(inner, master.address, b"s", three_media(tmp_path / "a", SIZE))]
         orders = [to(first.put(0, i << 14, 1 << 14), first.address(1), i << 14) for i in range(32)]
         make, begun = CopyWork.make, threading.Event()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -21,12 +20,6 @@ from transfer import TransferEngine, allocate
 
 SEGMENT_BYTES = 24 << 20
 WAIT_S = 30.0
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 class FarPool:

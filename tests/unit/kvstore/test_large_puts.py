@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,12 +17,6 @@ from transfer import allocate
 
 NBYTES = WRITE_STREAM_BYTES_MIN // 2
 SPACE = 4 * WRITE_STREAM_BYTES_MIN
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 class Scene:

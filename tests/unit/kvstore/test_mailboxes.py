@@ -20,8 +20,8 @@ from kvstore.node.mailboxes import Mailboxes
 from kvstore.wire.left_notes import NoteMalformed, columns_of_rows, read_note, write_note
 from kvstore.wire.messages import HeldBlocks
 from kvstore.wire.peer_messages import TO_NODE, Unwritten, Written, decode_to_node
-from tests.support.engines import eventually
 from tests.support.store_pool import Pool
+from tests.support.waits import eventually
 from transfer import allocate
 
 STORED = PutOutcome.STORED
@@ -29,12 +29,6 @@ SIZE = 4096
 FOREVER = (1 << 63) - 1
 
 pytestmark = pytest.mark.skipif(not mailbox.is_available(), reason="needs the compiled part")
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 class Box:

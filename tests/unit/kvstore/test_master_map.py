@@ -84,12 +84,6 @@ class Masters:
         return self.map.ask(m.Observe(), m.MasterStatistics)
 
 
-@pytest.fixture
-def stack():
-    with ExitStack() as made:
-        yield made
-
-
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_like_a_dictionary(stack, num_shards):
     seed = secrets.randbits(32)

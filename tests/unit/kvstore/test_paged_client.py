@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import numpy as np
@@ -20,12 +19,6 @@ LAYOUT = PageLayout(
 )
 PAGES = 6
 ORDER = "layer page token part head"
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 class Cache:

@@ -28,18 +28,12 @@ from kvstore.node.settlement import Settlement
 from kvstore.shards.plan import shard_of
 from kvstore.values import quick_writes
 from kvstore.wire import messages as m
-from tests.support.engines import eventually
 from tests.support.store_pool import WAIT_S, Pool
+from tests.support.waits import eventually
 from transfer import allocate
 
 STORED, EXISTS, CONFLICT = PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.CONFLICT
 SIZE = 4096
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
 import secrets
 import threading
 import time
-from contextlib import ExitStack
 
 import pytest
 
-from tests.support.lending_node import LendingNode, damage
+from tests.support.lending_node import LendingNode, damage, three_media
 from tests.support.ordering_master import OrderingMaster
+from tests.support.waits import eventually
 
 SIZE = 1 << 20
 WAIT_S = 30.0
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
@@ -29,37 +22,20 @@ def master(stack):
     return stack.enter_context(OrderingMaster(b"s"))
 
 
-def segments(folder):
-    (folder / "dax").touch()
-    os.truncate(folder / "dax", SIZE)
-    return [
-        {"bytes": SIZE},
-        {"medium": "ssd", "bytes": SIZE, "path": folder / "slab", "threads": 2},
-        {"medium": "cxl", "bytes": SIZE, "path": folder / "dax"},
-    ]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_bad_blocks_of_every_medium_are_found_and_reported(tmp_path, stack, master):
     scrub = {"period_s": 0.2, "bytes_per_s": 1 << 30}
-    node = LendingNode(stack, master.address, b"s", segments(tmp_path), scrub=scrub)
+    node = LendingNode(stack, master.address, b"s", three_media(tmp_path, SIZE), scrub=scrub)
     orders = [
         [node.put(number, 50_000 * i, 40_000, chunk_bytes=5000 * (i % 2)) for i in range(8)]
         for number in range(3)
     ]
     figures = lambda: node.node.statistics().scrub  # noqa: E731
-    wait_until(lambda: figures().passes >= 2)
+    eventually(lambda: figures().passes >= 2)
     assert (figures().bad_blocks, master.bad) == (0, [])
     for number in range(3):
         damage(node.segment(number), 50_000 * number + 20_000)  # a payload
         damage(node.segment(number), 50_000 * 5 + 40_003)  # a part table
-    wait_until(lambda: figures().dropped_blocks == 6)
+    eventually(lambda: figures().dropped_blocks == 6)
     reported = {
         (key, segment, offset)
         for r in master.bad
@@ -124,7 +100,7 @@ def test_a_place_that_is_just_being_given_to_another_block(stack, master):
         assert seen.wait(WAIT_S)
         order = node.put(0, 0, 2000)
         passes = node.node.statistics().scrub.passes
-        wait_until(lambda: node.node.statistics().scrub.passes > passes + 2)
+        eventually(lambda: node.node.statistics().scrub.passes > passes + 2)
     assert node.segment(0).held().keys == [order.key]
     assert master.bad == []
 
@@ -136,7 +112,7 @@ def test_what_cannot_be_reported_now_is_reported_later(stack, master):
     master.deaf = True
     orders = [node.put(0, 2000 * i, 1000) for i in range(3)]
     damage(node.segment(0), 2000)
-    wait_until(lambda: node.node.statistics().scrub.bad_blocks == 1)
+    eventually(lambda: node.node.statistics().scrub.bad_blocks == 1)
     assert master.bad == []
     master.deaf = False
     master.wait_for(lambda: master.bad)
@@ -154,7 +130,7 @@ def test_random_damage(tmp_path, stack, master):
     seed = secrets.randbits(32)
     rng = random.Random(seed)
     scrub = {"period_s": 0.1, "bytes_per_s": 1 << 30}
-    node = LendingNode(stack, master.address, b"s", segments(tmp_path), scrub=scrub)
+    node = LendingNode(stack, master.address, b"s", three_media(tmp_path, SIZE), scrub=scrub)
     chosen = set()
     for number in range(3):
         for i in range(20):
@@ -163,7 +139,7 @@ def test_random_damage(tmp_path, stack, master):
             if rng.random() < 0.3:
                 damage(node.segment(number), 50_000 * i + rng.randrange(order.nbytes))
                 chosen.add(order.key)
-    wait_until(lambda: sum(len(r.keys) for r in master.bad) >= len(chosen))
+    eventually(lambda: sum(len(r.keys) for r in master.bad) >= len(chosen))
     passes = node.node.statistics().scrub.passes
-    wait_until(lambda: node.node.statistics().scrub.passes > passes + 1)
+    eventually(lambda: node.node.statistics().scrub.passes > passes + 1)
     assert {key for r in master.bad for key in r.keys} == chosen, seed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +45,6 @@ def config_of(medium: str, folder: Path, nbytes: int = SIZE) -> SegmentConfig:
 def segment_of(config: SegmentConfig, verify_bytes: int = 1 << 30) -> Segment:
     (segment,) = make_segments([config], verify_bytes=verify_bytes)
     return segment
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -18,15 +17,9 @@ from kvstore import (
     PutOutcome,
     RegionPiece,
 )
-from tests.support.engines import eventually
 from tests.support.store_pool import SEGMENT, Pool
+from tests.support.waits import eventually
 from transfer import allocate
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from configs.schema import Eviction
 from kvstore import PutOutcome
 from kvstore.wire import messages as m
 from tests.support.pool_member import start_pool
+from tests.support.waits import eventually
 
 DRAM, SSD = 1 << 20, 8 << 20
 BLOCK = 10_000
@@ -20,20 +19,6 @@ BLOCKS = 160  # half as many again as DRAM holds
 BATCH = 16
 HOT = 6
 LOW, HIGH = 0.2, 0.4  # free shares of DRAM
-WAIT_S = 60.0
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def keys_in(master, medium):
@@ -70,7 +55,7 @@ def test_blocks_under_pressure_are_demoted_and_hot_ones_come_back(tmp_path, stac
         offsets = np.arange(first, first + BATCH) * BLOCK
         outcomes = member.client.put(keys[first : first + BATCH], member.region, offsets, BLOCK)
         assert set(outcomes) == {PutOutcome.STORED}
-        wait_until(lambda: master.statistics().dram_free_bytes >= LOW * DRAM)
+        eventually(lambda: master.statistics().dram_free_bytes >= LOW * DRAM)
     figures = master.statistics()
     assert figures.demoted_blocks >= BLOCKS - (1 - LOW) * DRAM / BLOCK > 0
     assert (figures.blocks, figures.evicted_blocks, figures.lost_blocks) == (BLOCKS, 0, 0)
@@ -86,7 +71,7 @@ def test_blocks_under_pressure_are_demoted_and_hot_ones_come_back(tmp_path, stac
     assert master.statistics().promoted_blocks == 0
     assert set(hot) <= keys_in(master, m.Medium.SSD)
     assert read(member, hot, target) == expected, "a second time"
-    wait_until(lambda: master.statistics().promoted_blocks == HOT)
+    eventually(lambda: master.statistics().promoted_blocks == HOT)
     assert set(hot) <= keys_in(master, m.Medium.DRAM)
     member.bytes[target:].zero_()
     assert read(member, hot, target) == expected, "from DRAM"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -15,48 +14,27 @@ from kvstore import PutOutcome
 from kvstore.client.put_options import PutOptions
 from kvstore.wire.messages import Medium
 from tests.support.disk_calls import in_python
-from tests.support.lending_node import damage
+from tests.support.lending_node import damage, three_media
 from tests.support.pool_member import start_pool
+from tests.support.waits import eventually
 
 SIZE = 1 << 20
 BLOCK = 10_000
-WAIT_S = 30.0
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
-def segments(folder):
-    (folder / "dax").touch()
-    os.truncate(folder / "dax", SIZE)
-    return [
-        {"bytes": SIZE},
-        {"medium": "ssd", "bytes": SIZE, "path": folder / "slab", "threads": 2},
-        {"medium": "cxl", "bytes": SIZE, "path": folder / "dax"},
-    ]
 
 
 def keys_of(number):
     return [secrets.token_bytes(16) for _ in range(number)]
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def wait_held(member, number, count):
-    wait_until(lambda: len(member.node.segments[number].held().keys) >= count)
+    eventually(lambda: len(member.node.segments[number].held().keys) >= count)
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, 1000])
 def test_blocks_go_where_they_are_wanted_and_come_back(tmp_path, stack, chunk_bytes):
-    master, (member,) = start_pool(stack, members=1, nbytes=1 << 17, segments=segments(tmp_path))
+    master, (member,) = start_pool(
+        stack, members=1, nbytes=1 << 17, segments=three_media(tmp_path, SIZE)
+    )
     written, offsets = {}, np.arange(6) * BLOCK
     for number, medium in enumerate((Medium.DRAM, Medium.SSD, Medium.CXL)):
         member.bytes.random_()
@@ -80,7 +58,7 @@ def test_blocks_go_where_they_are_wanted_and_come_back(tmp_path, stack, chunk_by
 
 
 def test_a_restarted_node_brings_its_disk_back_to_the_same_master(tmp_path, stack):
-    knobs = {"segments": segments(tmp_path), "heartbeat_s": 0.1}
+    knobs = {"segments": three_media(tmp_path, SIZE), "heartbeat_s": 0.1}
     keys = keys_of(5)
     with ExitStack() as inner:
         _, (member,) = start_pool(inner, members=1, nbytes=1 << 17, **knobs)
@@ -145,4 +123,4 @@ def test_a_disk_that_fails_in_the_middle(tmp_path, stack, monkeypatch):
     member.client.release(hit)
     assert len(calls) > 6
     monkeypatch.undo()
-    wait_until(lambda: member.node.segments[0].memory._slab._queue.num_alive == 0)
+    eventually(lambda: member.node.segments[0].memory._slab._queue.num_alive == 0)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack
 
 import numpy as np
-import pytest
 
 from kvstore import NodeUnreachable, PutOptions, PutOutcome
 from kvstore.client.writing import UNREACHED_MAX
@@ -15,12 +13,6 @@ from transfer import allocate
 
 BLOCK = 1024
 NUMBER = 6
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 class Writer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack
 
 import pytest
 
@@ -14,12 +13,6 @@ from transfer.backends.file import FileSlab
 
 STORED = PutOutcome.STORED
 SIZE = 4096
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 def test_what_lies_in_no_host_memory_is_refused_as_on_the_long_way(stack, tmp_path, monkeypatch):

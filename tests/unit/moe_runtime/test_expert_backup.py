@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import ExitStack
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from elastic.peer_experts import Slabs
@@ -17,12 +15,6 @@ from tests.support.pool_member import WAIT_S, start_pool
 from transfer import allocate
 
 EXPERTS = [(layer, expert) for layer in range(2) for expert in range(7)]
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 class Holder:

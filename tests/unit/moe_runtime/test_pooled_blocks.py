@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -20,12 +19,6 @@ from tests.support.pool_member import WAIT_S, start_pool
 
 PAGE_BYTES = 1024
 NUM_PAGES = 32
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 class Rank:

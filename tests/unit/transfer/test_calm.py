@@ -7,7 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.support.engines import engine_pair, eventually, offer
+from tests.support.engines import (
+    engine_pair,
+    offer,
+)
+from tests.support.waits import eventually
 from transfer import TransferEngine, allocate
 from transfer.event_loop import CALM_TICK_S, TICK_S
 

@@ -11,7 +11,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.support.engines import SECRET, eventually, open_descriptors
+from tests.support.engines import (
+    SECRET,
+    open_descriptors,
+)
+from tests.support.waits import eventually
 from transfer import ControlError, RemoteError, RpcTimeout
 from transfer.control import RpcClient, RpcServer, secure_client, secure_server
 from transfer.curve import _key_pair

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import eventually, new_engine, offer
+from tests.support.engines import (
+    new_engine,
+    offer,
+)
+from tests.support.waits import eventually
 from transfer import Access, TransferEngine, TransferTimeout, allocate
 from transfer.connections.handshake import Purpose
 from transfer.connections.negotiation import Greeted

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from tests.support.data_connections import KINDS, header, make_lane, post_one, progress, rig
-from tests.support.engines import engine_pair, eventually, offer
+from tests.support.engines import (
+    engine_pair,
+    offer,
+)
+from tests.support.waits import eventually
 from transfer import Priority, TransferError, allocate, native
 from transfer.event_loop import READABLE, WRITABLE
 from transfer.wire import RequestKind

@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import engine_pair, eventually, offer
+from tests.support.engines import (
+    engine_pair,
+    offer,
+)
+from tests.support.waits import eventually
 from transfer import Priority, TransferEngine, allocate
 from transfer.memory.region import Region
 from transfer.pieces import copy_between

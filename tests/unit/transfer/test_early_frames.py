@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.support.engines import eventually, new_engine
+from tests.support.engines import (
+    new_engine,
+)
+from tests.support.waits import eventually
 from transfer import TransferEngine, TransferError
 from transfer.connections.early_frames import EARLY_BYTES_MAX, FRAME_BYTES, EarlyFrames
 from transfer.wire import ControlKind

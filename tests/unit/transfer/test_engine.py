@@ -17,12 +17,12 @@ from tests.support.engines import (
     BOTH,
     TLS,
     engine_pair,
-    eventually,
     new_engine,
     new_name,
     offer,
     open_descriptors,
 )
+from tests.support.waits import eventually
 from transfer import (
     Access,
     AccessRefused,

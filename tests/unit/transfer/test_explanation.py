@@ -8,7 +8,12 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.engines import engine_pair, eventually, new_engine, offer
+from tests.support.engines import (
+    engine_pair,
+    new_engine,
+    offer,
+)
+from tests.support.waits import eventually
 from transfer import Access, AccessRefused, RegionUnknown, allocate
 from transfer.connections.handshake import Facts
 from transfer.explanation import Surroundings, _unused_rails

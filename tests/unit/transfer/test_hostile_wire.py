@@ -14,11 +14,12 @@ import torch
 from tests.support.engines import (
     SECRET,
     engine_pair,
-    eventually,
     new_engine,
     new_name,
     offer,
 )
+from tests.support.raw_member import exactly, shake_hands
+from tests.support.waits import eventually
 from transfer import Access, HandshakeRefused, TransferEngine, allocate
 from transfer.connections.handshake import DialerHandshake, Facts, Purpose
 from transfer.wire import REPLY, Request, RequestKind, Status, encode_pieces, parse_reply
@@ -37,16 +38,6 @@ def call(engine: TransferEngine, *, local: bool = False) -> socket.socket:
     return sock
 
 
-def read(sock: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        portion = sock.recv(nbytes - len(data))
-        if not portion:
-            raise ConnectionError("closed")
-        data += portion
-    return data
-
-
 def greet(engine: TransferEngine, purpose: Purpose, name: str, secret: bytes = SECRET,
           *, local: bool = False) -> socket.socket:  # fmt: skip
     """Authenticate as a peer that knows the secret, with a socket of our own."""
@@ -57,13 +48,7 @@ def greet(engine: TransferEngine, purpose: Purpose, name: str, secret: bytes = S
     machine = DialerHandshake(
         secret=secret, name=name, facts=facts, admit=lambda *_: None, sessions=lambda _: session
     )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(sock)
-        sock.sendall(machine.start(purpose))
-        while not machine.done:
-            sock.sendall(machine.feed(read(sock, machine.needed)))
-        stack.pop_all()
-    return sock
+    return shake_hands(sock, machine, purpose)
 
 
 @pytest.fixture
@@ -170,7 +155,7 @@ def test_nonsense_on_a_data_connection_closes_it_only(engine: TransferEngine, da
     with greet(engine, Purpose.CONTROL, name), greet(engine, Purpose.DATA, name) as sock:
         sock.sendall(data)
         with pytest.raises((ConnectionError, TimeoutError)):
-            read(sock, 1)
+            exactly(sock, 1)
         eventually(lambda: engine.statistics().malformed == 1, "counted")
         assert engine.peer(name).alive
 
@@ -191,7 +176,7 @@ def test_a_peer_without_a_key_reaches_nothing(engine: TransferEngine) -> None:
             header = request(kind, token=token, transfer_id=i + 1)
             payload = b"EVILEVIL" if kind is RequestKind.WRITE else b""
             sock.sendall(header.encode() + pieces(8) + payload)
-            reply = parse_reply(read(sock, REPLY.size))
+            reply = parse_reply(exactly(sock, REPLY.size))
             assert (reply.status, reply.transfer_id, reply.nbytes) == (status, i + 1, 0)
         assert not target.tensor.any()
         assert engine.statistics().backends["tcp"].refused == 5
@@ -207,7 +192,7 @@ def test_bytes_stop_landing_when_the_key_is_withdrawn(engine: TransferEngine) ->
         eventually(lambda: int(target.tensor.count_nonzero()) == 1000, "the first part lands")
         engine.withdraw(key)
         sock.sendall(b"b" * ((1 << 16) - 1000))
-        assert parse_reply(read(sock, REPLY.size)).status is Status.UNKNOWN
+        assert parse_reply(exactly(sock, REPLY.size)).status is Status.UNKNOWN
         assert int(target.tensor.count_nonzero()) == 1000
         assert not engine.arrived({(name, 5): 1})
 
@@ -226,14 +211,14 @@ def test_a_slice_that_comes_twice_counts_once_and_lands_once(engine: TransferEng
         one.sendall(first.encode() + pieces(8) + b"half")
         eventually(lambda: int(target.tensor.count_nonzero()) == 4, "a part lands")
         two.sendall(first.encode() + pieces(8) + b"complete")
-        assert parse_reply(read(two, REPLY.size)).status is Status.OK
+        assert parse_reply(exactly(two, REPLY.size)).status is Status.OK
         one.sendall(b"LATE")  # of the first sender, overtaken by the second
-        assert parse_reply(read(one, REPLY.size)).status is Status.OK
+        assert parse_reply(exactly(one, REPLY.size)).status is Status.OK
         assert bytes(target.array[:8]) == b"complete"
         assert not engine.arrived({(name, 5): 1})
         for sock in (one, two):
             sock.sendall(second.encode() + pieces(8) + b"complete")
-            assert parse_reply(read(sock, REPLY.size)).status is Status.OK
+            assert parse_reply(exactly(sock, REPLY.size)).status is Status.OK
         assert engine.arrived({(name, 5): 1})
         assert not engine.arrived({(name, 5): 2})
 

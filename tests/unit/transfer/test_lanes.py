@@ -22,7 +22,7 @@ from tests.support.data_connections import (
     rig,
     tcp_pair,
 )
-from tests.support.engines import eventually
+from tests.support.waits import eventually
 from transfer.backends.served import MAP
 from transfer.wire import REQUEST, Reply, RequestKind, Status, parse_request
 

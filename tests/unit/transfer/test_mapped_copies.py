@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engines import BOTH, engine_pair, eventually, offer
+from tests.support.engines import (
+    BOTH,
+    engine_pair,
+    offer,
+)
+from tests.support.waits import eventually
 from transfer import (
     Access,
     AccessRefused,

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engines import BOTH, engine_pair, eventually, offer, open_descriptors
+from tests.support.engines import (
+    BOTH,
+    engine_pair,
+    offer,
+    open_descriptors,
+)
+from tests.support.waits import eventually
 from transfer import Access, AccessRefused, RegionKey, allocate
 
 

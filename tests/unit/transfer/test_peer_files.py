@@ -14,7 +14,8 @@ import torch
 
 from configs.schema import FileConfig
 from tests.support.disk_calls import replace
-from tests.support.engines import BACKENDS, engine_pair, eventually, new_engine, offer
+from tests.support.engines import BACKENDS, engine_pair, new_engine, offer
+from tests.support.waits import eventually
 from transfer import Memory, PeerLost, StorageFailed, TransferTimeout, allocate
 from transfer.backends import file_work
 from transfer.backends.file import FileSlab

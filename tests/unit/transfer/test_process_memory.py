@@ -13,7 +13,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.engines import engine_pair, eventually, new_engine, open_descriptors
+from tests.support.engines import (
+    engine_pair,
+    new_engine,
+    open_descriptors,
+)
+from tests.support.waits import eventually
 from transfer import AccessRefused, PeerLost, TransferTimeout
 from transfer.backends.process_memory import (
     Answer,

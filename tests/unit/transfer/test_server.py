@@ -21,7 +21,7 @@ from tests.support.data_connections import (
     tcp_pair,
     write_bytes,
 )
-from tests.support.engines import eventually
+from tests.support.waits import eventually
 from transfer.backends.served import CLOSED, IMMEDIATE
 from transfer.wire import (
     REPLY,

@@ -18,11 +18,11 @@ from tests.support.engines import (
     BACKENDS,
     BOTH,
     engine_pair,
-    eventually,
     new_engine,
     offer,
     open_descriptors,
 )
+from tests.support.waits import eventually
 from transfer import (
     Access,
     AccessRefused,

@@ -18,7 +18,10 @@ from configs.errors import ConfigError
 from configs.loader import load_config
 from configs.schema import TransferConfig, TransferTls
 from tests.support.certificates import Authority
-from tests.support.engines import eventually, new_engine
+from tests.support.engines import (
+    new_engine,
+)
+from tests.support.waits import eventually
 from transfer import HandshakeRefused
 from transfer.connections.tls import Credentials
 
