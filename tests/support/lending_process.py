@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from configs.schema import TransferConfig
+from kvstore.node.kept_index import KeptIndex
 from kvstore.wire import messages as m
 from kvstore.wire.peer_messages import (
     TO_CLIENT,
@@ -68,6 +69,40 @@ def die_in_write(nbytes: int) -> None:
     os.pwritev = torn
 
 
+def die_in_replace(index: KeptIndex, step: str, nbytes: int) -> None:
+    """From now on the index is replaced by a short one, and the process killed while it is.
+
+    Args:
+        index: Of a segment.
+        step: "written": after `nbytes` of the new one; "synced": when it is whole, under a name of
+            its own; "renamed": when it is in the place of the old one.
+        nbytes: See there.
+    """
+    pwrite, fsync, rename = os.pwrite, os.fsync, os.rename
+
+    def is_new(fd: int) -> bool:
+        return os.readlink(f"/proc/self/fd/{fd}").endswith(".index.new")
+
+    def written(fd: int, data: Any, at: int) -> int:
+        if is_new(fd) and step == "written":
+            pwrite(fd, bytes(data)[:nbytes], at)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pwrite(fd, data, at)
+
+    def synced(fd: int) -> None:
+        fsync(fd)
+        if is_new(fd) and step == "synced":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def renamed(source: Any, target: Any) -> None:
+        rename(source, target)
+        if step == "renamed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.pwrite, os.fsync, os.rename = written, synced, renamed
+    index._replace_above = 0
+
+
 def serve(pipe, master: str, segments: list[dict[str, Any]], knobs: dict[str, Any]) -> None:
     with ExitStack() as stack:
         node = LendingNode(stack, master, SECRET, segments, **knobs)
@@ -78,6 +113,9 @@ def serve(pipe, master: str, segments: list[dict[str, Any]], knobs: dict[str, An
                 pipe.send(None)
             elif request[0] == "die_in_write":
                 die_in_write(request[1])
+                pipe.send(None)
+            elif request[0] == "die_in_replace":
+                die_in_replace(node.segment(0).index, *request[1:])
                 pipe.send(None)
             elif request[0] == "held":
                 pipe.send(node.segment(request[1]).held())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import secrets
 import signal
+import threading
 import time
 
 import numpy as np
@@ -147,6 +149,64 @@ def test_killed_before_an_overwrite_is_noted(tmp_path, master, putter):
     assert held.keys == keys
     assert wrong_blocks(tmp_path / "slab", held) == []
     again.close()
+
+
+@pytest.mark.parametrize(
+    ("step", "torn"), [("written", 0), ("written", 70), ("written", 1500), ("synced", 0),
+                       ("renamed", 0)],
+)  # fmt: skip
+def test_killed_while_the_index_is_replaced(tmp_path, master, putter, step, torn):
+    """The old one or the new one is found, never half of either, and what follows is kept."""
+    segments = [slab_segment(tmp_path / "slab", SIZE)]
+    node = LendingProcess(master.address, segments, verify_bytes=0)
+    key = putter.key(node)
+    keys = [putter.put(node, key, i * BLOCK, BLOCK) for i in range(20)]
+    # Some are overwritten, so that the log has more than the index.
+    keys[3:6] = [putter.put(node, key, i * BLOCK, BLOCK) for i in range(3, 6)]
+    wait_held(node, 20)
+    time.sleep(0.2)
+    size = (tmp_path / "slab.index").stat().st_size
+    node.ask("die_in_replace", step, torn)
+    last = putter.put(node, key, 20 * BLOCK, BLOCK)
+    node.ended(-signal.SIGKILL)
+    assert (tmp_path / "slab.index.new").exists() is (step != "renamed")
+    assert ((tmp_path / "slab.index").stat().st_size < size) is (step == "renamed")
+    again = LendingProcess(master.address, segments, verify_bytes=0)
+    held = master.registered[-1].held
+    assert held.keys == keys + ([last] if step == "renamed" else [])
+    assert wrong_blocks(tmp_path / "slab", held) == []
+    more = putter.put(again, putter.key(again), 30 * BLOCK, BLOCK)
+    wait_held(again, len(held.keys) + 1)
+    again.close()
+    third = LendingProcess(master.address, segments)
+    assert master.registered[-1].held.keys == [*held.keys, more]
+    third.close()
+
+
+def test_killed_at_any_moment_again_and_again(tmp_path, master, putter):
+    """Blocks are put over one another without a pause; each life ends in the middle of that."""
+    seed = secrets.randbits(32)
+    rng = random.Random(seed)
+    segments = [slab_segment(tmp_path / "slab", SIZE)]
+    ends = 0
+    for _ in range(5):
+        node = LendingProcess(master.address, segments, verify_bytes=0)
+        held = master.registered[-1].held
+        assert wrong_blocks(tmp_path / "slab", held) == [], seed
+        ends += bool(held.keys)
+        killer = threading.Timer(rng.uniform(0.1, 0.6), node.process.kill)
+        key, num_puts = putter.key(node), 0
+        limit = time.monotonic() + WAIT_S
+        killer.start()
+        with contextlib.suppress(TransferError):
+            while time.monotonic() < limit:
+                nbytes = rng.choice([4096, BLOCK, 3 * BLOCK]) + rng.choice([0, 0, 100])
+                putter.put(node, key, rng.randrange(0, SIZE - nbytes, 4096), nbytes)
+                num_puts += 1
+        killer.join()
+        node.ended(-signal.SIGKILL)
+        assert num_puts, seed
+    assert ends, "what was there was found at least once"
 
 
 def test_two_nodes_on_one_file(tmp_path, master, putter):

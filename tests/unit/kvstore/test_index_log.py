@@ -125,6 +125,42 @@ def test_a_torn_tail_costs_only_what_was_torn(tmp_path):
     assert replayed(path) == expected, (seed, at)
 
 
+def test_a_log_that_ends_or_is_wrong_at_any_byte(tmp_path):
+    """Cut behind each byte, or with one bit of each byte changed: all before it, nothing else."""
+    seed = secrets.randbits(32)
+    rng = random.Random(seed)
+    path = tmp_path / "index"
+    log = fresh(path)
+    index, states = NodeIndex(SIZE), [(log.size, [])]
+    for step in range(12):
+        if step % 3 == 2:
+            low = rng.randrange(SIZE)
+            index.forget_range(low, SIZE)
+            log.append(log.forget_record(low, SIZE))
+        else:
+            block = random_block(rng)
+            index.record(block)
+            log.append(log.put_record(block))
+        states.append((log.size, [facts(b) for b in index]))
+    log.close()
+    whole = path.read_bytes()
+    assert len(whole) == states[-1][0]
+
+    def state_before(at):
+        return next(state for size, state in reversed(states) if size <= at)
+
+    for at in range(HEADER_BYTES, len(whole)):
+        path.write_bytes(whole[:at])
+        assert replayed(path) == state_before(at), (seed, at)
+        wrong = bytearray(whole)
+        wrong[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(wrong)
+        assert replayed(path) == state_before(at), (seed, at)
+    for at in range(HEADER_BYTES):
+        path.write_bytes(whole[:at])
+        assert replayed(path) is None, (seed, at)
+
+
 @pytest.mark.parametrize("left", [0, 1, 8, HEADER_BYTES - 1])
 def test_a_header_that_was_being_written(tmp_path, left):
     path = tmp_path / "index"
