@@ -1,6 +1,7 @@
 """Carries out the steps of operations in an event loop, without a thread per call.
 
-    Ask, Reach   one thread each for all requests and all first contacts; they take turns anyway
+    Ask          by the loop itself to a master of this host, else one thread for all requests
+    Reach        one thread for all first contacts; they take turns anyway
     Move         awaited: the engine's own thread tells when it has ended
     Pause        asyncio.sleep
     Work         large copies and checksums go to a thread, lest they hold up the loop
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from kvstore.client.loop_requests import LoopRequests
 from kvstore.client.steps import Ask, Effect, Move, Reach, Steps, Work
 from kvstore.errors import KVStoreError
 from transfer import TransferError
@@ -39,11 +41,13 @@ class AsyncDriver:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._requests = ThreadPoolExecutor(1, thread_name_prefix="store-requests")
+        self._asking = LoopRequests(driver.link, self._requests)
         self._contacts = ThreadPoolExecutor(1, thread_name_prefix="store-contacts")
         self._work = ThreadPoolExecutor(WORKERS, thread_name_prefix="store-work")
 
     def close(self) -> None:
         """End the threads, after what they are doing."""
+        self._asking.close()
         for threads in (self._requests, self._contacts, self._work):
             threads.shutdown(wait=True, cancel_futures=True)
 
@@ -57,7 +61,7 @@ class AsyncDriver:
         return await _to_its_end(asyncio.ensure_future(self._run(steps)))
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Ask the master, with a short copy before it, where requests are made; else as `run`."""
+        """Call what asks the master, in the thread of requests; else as `run`."""
         loop = asyncio.get_running_loop()
         return await _to_its_end(loop.run_in_executor(self._requests, function))
 
@@ -84,7 +88,7 @@ class AsyncDriver:
     async def _perform(self, effect: Effect) -> object:
         loop = asyncio.get_running_loop()
         if isinstance(effect, Ask):
-            return await loop.run_in_executor(self._requests, self._driver.perform, effect)
+            return await self._asking.ask(effect)
         if isinstance(effect, Reach):
             return await loop.run_in_executor(self._contacts, self._driver.perform, effect)
         if isinstance(effect, Move):

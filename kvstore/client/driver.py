@@ -28,7 +28,7 @@ class Driver:
     """
 
     def __init__(self, link: MasterMap, segments: SegmentKeys) -> None:
-        self._link = link
+        self.link = link
         self._segments = segments
 
     def run(self, steps: Steps[T]) -> T:
@@ -56,14 +56,14 @@ class Driver:
     ) -> ReplyT:
         """Ask the master, as `access.ask` does, without its steps while nothing is unusual."""
         try:
-            return self._link.ask(request, expected, timeout_s=timeout_s)
+            return self.link.ask(request, expected, timeout_s=timeout_s)
         except MasterRefused as error:
             return self.run(access.ask_again(error, request, expected, timeout_s=timeout_s))
 
     def perform(self, effect: Effect) -> object:
         """Do what one step waits for, and return its result."""
         if isinstance(effect, Ask):
-            return self._link.ask(effect.request, effect.expected, timeout_s=effect.timeout_s)
+            return self.link.ask(effect.request, effect.expected, timeout_s=effect.timeout_s)
         if isinstance(effect, Reach):
             return self._segments.get(effect.where, deadline_s=effect.deadline_s)
         if isinstance(effect, Move):

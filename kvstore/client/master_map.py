@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec.structs import replace
 
+from kvstore.client.near_question import NearQuestion
 from kvstore.errors import MasterUnavailable, StoreClosed
 from kvstore.shards.everyone import plan_for_everyone
 from kvstore.shards.plan import Merged, Outcome, Plan
@@ -30,6 +31,7 @@ from kvstore.wire.standing import MasterRecord, MasterStanding
 from transfer.control import ClientClosed
 from transfer.errors import TransferError
 from transfer.fan_out import RpcFanOut
+from transfer.local_rpc import Line, find_line
 
 if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
@@ -58,7 +60,10 @@ class MasterMap:
         identity: str,
     ) -> None:
         self._directory = directory
-        self._timeout_s = config.request_timeout_s
+        self.timeout_s = config.request_timeout_s
+        self._secret = secret
+        self._identity = identity
+        self._closed = False
         self._link: MasterLink | None = None
         self._shards: _Shards | None = None
         if directory.num_shards == 1:
@@ -78,6 +83,7 @@ class MasterMap:
 
     def close(self) -> None:
         """Stop asking."""
+        self._closed = True
         self._directory.unsubscribe(self.meet)
         if self._link is not None:
             self._link.close()
@@ -85,7 +91,12 @@ class MasterMap:
             self._shards.close()
 
     def ask(
-        self, request: m.Request, expected: type[ReplyT], *, timeout_s: float | None = None
+        self,
+        request: m.Request,
+        expected: type[ReplyT],
+        *,
+        timeout_s: float | None = None,
+        first: Answer | None = None,
     ) -> ReplyT:
         """Send a request to whom it concerns, and return the reply.
 
@@ -93,15 +104,21 @@ class MasterMap:
         within its deadline. A put that finds no space does not, so that it can be told apart from
         those that an earlier master gave places to: it is told that this is `provisional`.
 
+        Args:
+            request: For any masters.
+            expected: Type of the reply.
+            timeout_s: Deadline; default: the configured one.
+            first: What has been said to it already.
+
         Raises:
             MasterUnavailable: No answer in time; the request may or may not have been handled.
             Fenced: The sender's incarnation is out of the cluster.
             MasterRefused: The request is not legal.
         """
-        left_s = self._timeout_s if timeout_s is None else timeout_s
+        left_s = self.timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + left_s
         while True:
-            answer = self._answer(request, left_s)
+            answer, first = first or self._answer(request, left_s), None
             reply = expect(request, answer.reply, expected)
             if not (answer.settling or answer.rebuilding):
                 return reply
@@ -122,7 +139,36 @@ class MasterMap:
 
     def _give_back(self, request: m.Request, reply: m.Reply) -> None:
         if isinstance(request, m.Lookup) and isinstance(reply, m.Located) and reply.lease_id:
-            self._answer(m.Release(request.client, [reply.lease_id]), self._timeout_s)
+            self._answer(m.Release(request.client, [reply.lease_id]), self.timeout_s)
+
+    def near_question(self, request: m.Request) -> NearQuestion | None:
+        """Return what to ask one master, without waiting, where one alone is concerned now.
+
+        Its answer is that of `ask` unless it is `rebuilding` or `settling`: `ask` judges that.
+        """
+        standing = None
+        if self._link is not None:
+            standing, part, merge = self._link.standing, request, None
+        elif self._shards is not None and not isinstance(request, (m.Allocate, m.Finish)):
+            plan = self._shards.plan(request)
+            if len(plan.parts) == 1:
+                ((shard, part),) = plan.parts
+                standing, merge = self._shards.standing(shard), plan.merge
+        if standing is None or self._closed:
+            return None
+        return NearQuestion.ask(part, standing, merge, patient=isinstance(request, PATIENT))
+
+    def find_line(self, address: str, timeout_s: float) -> Line | None:
+        """Connect to a master of this host; None if it is elsewhere, or too busy to answer."""
+        try:
+            return find_line(address, self._secret, self._identity, time.monotonic() + timeout_s)
+        except TimeoutError:
+            return None
+
+    def tell(self, merged: Merged) -> None:
+        """Tell masters what is left over of a merged reply; nobody waits for that."""
+        if self._shards is not None:
+            self._shards.tell(merged)
 
     def meet(self, record: MasterRecord) -> None:
         """Ask this master from now on, unless a later one is known. Never waits."""
@@ -155,7 +201,7 @@ class _Shards:
             self._rpc.forget(previous.address)
 
     def answer(self, request: m.Request, timeout_s: float, *, patient: bool) -> Answer:
-        plan = self._plan(request)
+        plan = self.plan(request)
         rebuilding = settling = False
         outcomes: dict[int, Outcome] = {}
         deadline_s, attempt_s = time.monotonic() + timeout_s, ATTEMPT_S
@@ -180,10 +226,15 @@ class _Shards:
                 time.sleep(PAUSE_S)
                 attempt_s, timeout_s = 2 * attempt_s, timeout_s - PAUSE_S
         merged = plan.merge([outcomes[idx] for idx in range(len(plan.parts))])
-        self._tell(merged)
+        self.tell(merged)
         return Answer(reply=merged.reply, rebuilding=rebuilding, settling=settling)
 
-    def _plan(self, request: m.Request) -> Plan:
+    def standing(self, shard: int) -> MasterStanding:
+        """Return what is known of the master of a shard."""
+        return self._standings[shard]
+
+    def plan(self, request: m.Request) -> Plan:
+        """Return its parts."""
         match request:
             case m.Lookup():
                 return plan_lookup(request, self._num_shards)
@@ -239,7 +290,8 @@ class _Shards:
         except MasterUnavailable as error:
             return error
 
-    def _tell(self, merged: Merged) -> None:
+    def tell(self, merged: Merged) -> None:
+        """See `MasterMap.tell`."""
         calls = []
         for shard, part in merged.leftovers:
             address = self._standings[shard].record.address

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.client.lease import Lease
 from kvstore.client.locations import Hit
+from kvstore.client.steps import Steps, settle, work
 from kvstore.copying import copy_with_checksums
 from transfer import Priority, TransferError
 
@@ -102,10 +103,35 @@ class Place(NamedTuple):
             transfer.wait()
         except TransferError:
             return False
-        if self.lease.late_s() >= 0 and not self.lease.adrift:
+        return self._is_good(region, offset)
+
+    def read_steps(
+        self, engine: TransferEngine, segments: SegmentKeys, region: Region, offset: int
+    ) -> Steps[bool]:
+        """As `read_into`, for a driver that waits in its own way."""
+        key = segments.known(self.where)
+        if key is None or self.chunk_bytes or self.lease.late_s() >= 0:
             return False
-        found = xxhash.xxh3_64_intdigest(region.array.data[offset : offset + self.nbytes])
-        return found == self.checksum
+        if self.nbytes > region.nbytes - offset:
+            return False
+        mapped = engine.in_place(self.where.node, key)
+        if mapped is not None:
+            if region.kind != "host" or not region.writable:
+                return False
+            yield from work(self.nbytes)
+            return self._copy(mapped, region.array[offset : offset + self.nbytes])
+        if self.nbytes > PLACE_BYTES_MAX or region.kind != "host":
+            return False
+        try:
+            transfer = engine.read(
+                self.where.node, region, key, offset, self.offset, self.nbytes,
+                priority=Priority.KV_GET,
+            )  # fmt: skip
+            yield from settle(transfer)
+        except TransferError:
+            return False
+        yield from work(self.nbytes)
+        return self._is_good(region, offset)
 
     def copy_to(
         self, engine: TransferEngine, segments: SegmentKeys, target: NDArray[np.uint8]
@@ -125,6 +151,12 @@ class Place(NamedTuple):
             return False
         mapped = engine.in_place(self.where.node, key)
         return mapped is not None and self._copy(mapped, target)
+
+    def _is_good(self, region: Region, offset: int) -> bool:
+        if self.lease.late_s() >= 0 and not self.lease.adrift:
+            return False
+        found = xxhash.xxh3_64_intdigest(region.array.data[offset : offset + self.nbytes])
+        return found == self.checksum
 
     def _copy(self, mapped: InPlace, target: NDArray[np.uint8]) -> bool:
         """Copy from memory that is mapped here, and verify what came."""

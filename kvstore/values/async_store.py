@@ -6,6 +6,7 @@ async with AsyncStore(store) as pool:
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.client.async_driver import AsyncDriver
+from kvstore.client.locations import Hit
 from kvstore.client.pieces import IntsLike, Pieces
 from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.steps import Steps
 from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.names import Name, key_of
 from kvstore.values.store import got
-from kvstore.values.values import Value, nbytes_of, parts_of
+from kvstore.values.values import Part, Value, nbytes_of, parts_of, target_of
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
@@ -27,13 +29,15 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvstore.client.locations import Hit
     from kvstore.values.store import Store
     from transfer import Region
 
 
 class AsyncStore:
-    """Belongs to one event loop. Requests to the master take turns; bytes move all at once.
+    """Belongs to one event loop at a time. Requests to a master take turns, bytes move all at once.
+
+    The short ways of `Store` are here too: hot values are copied at once, single puts take one
+    request. Requests to a master of this host are made by the loop, others by a thread.
 
     A call that is cancelled raises CancelledError once it has ended, by its deadline at the
     latest: nothing reads or writes the caller's memory after that. Errors are those of `Store`.
@@ -46,6 +50,7 @@ class AsyncStore:
         self._store = store
         self._operations = store.operations
         self._driver = AsyncDriver(store.client.driver)
+        self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     def close(self) -> None:
         """End the threads; no call may be under way."""
@@ -73,13 +78,31 @@ class AsyncStore:
         """As `Store.put`."""
         store, outcome, started_s = self._store, None, time.monotonic()
         key, parts = key_of(name, store.namespace), parts_of(value)
-        if store.quick_writes.expects(nbytes_of(parts), options):
-            outcome = await self._driver.call(
-                lambda: store.put_quickly(key, parts, options, timeout_s)
-            )
+        if len(parts) == 1 and store.quick_writes.expects(nbytes_of(parts), options):
+            async with self._turn_of_puts():
+                left_s = None
+                if timeout_s is not None:
+                    left_s = max(0.001, timeout_s - (time.monotonic() - started_s))
+                outcome = await self._put_quickly(key, parts[0], options, left_s)
         if outcome is None or outcome is PutOutcome.FAILED:
             steps = store.put_slowly(key, parts, options, timeout_s, started_s, outcome)
             return await self._driver.run(steps)
+        return outcome
+
+    def _turn_of_puts(self) -> asyncio.Lock:
+        """Short puts take turns: the reply to one brings the place of the next."""
+        loop = asyncio.get_running_loop()
+        if self._turn is None or self._turn[0] is not loop:
+            self._turn = loop, asyncio.Lock()
+        return self._turn[1]
+
+    async def _put_quickly(
+        self, key: bytes, part: Part, options: PutOptions, timeout_s: float | None
+    ) -> PutOutcome | None:
+        quick = self._store.quick_writes
+        outcome = await self._driver.run(quick.put_steps(key, part, options, timeout_s))
+        if outcome is None:
+            outcome = await self._driver.call(lambda: quick.put(key, part, options, timeout_s))
         return outcome
 
     async def put_batch(
@@ -106,9 +129,17 @@ class AsyncStore:
         return await self._driver.run(steps)
 
     async def get(self, name: Name, *, timeout_s: float | None = None) -> bytes | None:
-        """As `Store.get`; the master is asked each time."""
-        (result,) = await self.get_batch([name], timeout_s=timeout_s)
-        return got(self._operations.keys([name])[0], result).value
+        """As `Store.get`."""
+        quick, key = self._store.quick_reads, key_of(name, self._store.namespace)
+        value = quick.get_here(key)
+        if value is not None:
+            return value
+        found = await self._driver.run(quick.get_steps(key, timeout_s))
+        if not isinstance(found, Hit):
+            return found
+        steps = self._operations.get([key], timeout_s, hit=found)
+        (result,) = await self._driver.run(steps)
+        return got(key, result).value
 
     async def get_batch(
         self, names: Sequence[Name], *, timeout_s: float | None = None
@@ -120,9 +151,16 @@ class AsyncStore:
         self, name: Name, target: Value, *, timeout_s: float | None = None
     ) -> int | None:
         """As `Store.get_into`."""
-        (result,) = await self.get_batch_into([name], [target], timeout_s=timeout_s)
-        found = got(self._operations.keys([name])[0], result)
-        return None if found.outcome is GetOutcome.MISS else found.nbytes
+        store, key, part = self._store, key_of(name, self._store.namespace), target_of(target)
+        piece = store.registered(part)
+        found = await self._driver.run(
+            store.quick_reads.get_into_steps(key, part, piece, timeout_s)
+        )
+        if found is None or isinstance(found, int):
+            return found
+        steps = self._operations.get_into([key], [target], timeout_s, hit=found)
+        (result,) = await self._driver.run(steps)
+        return got(key, result).nbytes if result.outcome is not GetOutcome.MISS else None
 
     async def get_batch_into(
         self, names: Sequence[Name], targets: Sequence[Value], *, timeout_s: float | None = None

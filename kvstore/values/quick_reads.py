@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore.client.locations import Hit
 from kvstore.client.place import ONE_PASS_BYTES_MIN, PLACE_BYTES_MAX, Place
+from kvstore.client.steps import Steps, work
 from kvstore.errors import MasterUnavailable
 from kvstore.values.hot_places import HotPlaces
 from kvstore.values.values import Part, RegionPiece
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STAGED_BYTES_MAX: Final = 256 << 10
+HERE_BYTES_MAX: Final = 64 << 10  # copied between two steps of an event loop
 
 
 class QuickReads:
@@ -91,21 +93,96 @@ class QuickReads:
 
         return self._run(key, read, timeout_s)
 
+    def get_here(self, key: bytes) -> bytes | None:
+        """Return a hot block that a short copy brings; None if anything must be waited for.
+
+        Args:
+            key: Not salted yet.
+        """
+        place = self._hot(key)
+        if place is None or place.nbytes > HERE_BYTES_MAX:
+            return None
+        segment = self._segments.known(place.where)
+        if segment is None or self._core.engine.in_place(place.where.node, segment) is None:
+            return None
+        value = self._read(place)
+        if value is not None:  # else the long way says what is wrong
+            self._core.record.count(read_blocks=1, hot_blocks=1)
+        return value
+
+    def get_steps(self, key: bytes, timeout_s: float | None) -> Steps[bytes | Hit | None]:
+        """As `get`, for a driver that waits in its own way."""
+        return (yield from self._run_steps(key, self._read_steps, timeout_s))
+
+    def get_into_steps(
+        self, key: bytes, target: Part, piece: RegionPiece | None, timeout_s: float | None
+    ) -> Steps[int | Hit | None]:
+        """As `get_into`, for a driver that waits in its own way."""
+
+        def read(place: Place) -> Steps[int | None]:
+            if place.nbytes > target.nbytes:
+                return None  # the long way says so
+            if piece is not None:
+                good = yield from place.read_steps(
+                    self._core.engine, self._segments, piece.region, piece.offset
+                )
+                return place.nbytes if good else None
+            if isinstance(target, RegionPiece):
+                return None
+            yield from work(place.nbytes)
+            part = target[: place.nbytes]
+            if place.copy_to(self._core.engine, self._segments, part):
+                return place.nbytes
+            if place.nbytes > STAGED_BYTES_MAX:
+                return None  # it is moved straight to where it is wanted
+            value = yield from self._read_steps(place)
+            if value is None:
+                return None
+            part[:] = np.frombuffer(value, dtype=np.uint8)
+            return place.nbytes
+
+        return (yield from self._run_steps(key, read, timeout_s))
+
+    def _hot(self, key: bytes) -> Place | None:
+        place = self.hot.find(key)
+        return place if place is not None and place.lease.late_s() < 0 else None
+
     def _run(
         self, key: bytes, read: Callable[[Place], T | None], timeout_s: float | None
     ) -> T | Hit | None:
-        place = self.hot.find(key)
-        is_hot = place is not None and place.lease.late_s() < 0
-        if place is None or not is_hot:
-            place = self._look_up(key, place, timeout_s)
+        hot = place = self._hot(key)
+        if place is None:
+            place = self._look_up(key, timeout_s)
             if place is None:
-                self._core.record.count(missed_blocks=1)
                 return None
-        value = read(place)
+        return self._judge(key, place, read(place), was_hot=hot is not None)
+
+    def _run_steps(
+        self, key: bytes, read: Callable[[Place], Steps[T | None]], timeout_s: float | None
+    ) -> Steps[T | Hit | None]:
+        hot = place = self._hot(key)
+        if place is None:
+            last, asked_s = self.hot.find(key), time.monotonic()
+            asking = self._core.master.ask(self._lookup(key), m.Located, timeout_s=timeout_s)
+            try:
+                reply = yield from asking
+            except MasterUnavailable:
+                place = _adrift(last)
+                if place is None:
+                    raise
+            else:
+                place = self._found(key, reply, asked_s)
+            if place is None:
+                return None
+        value = yield from read(place)
+        return self._judge(key, place, value, was_hot=hot is not None)
+
+    def _judge(self, key: bytes, place: Place, value: T | None, *, was_hot: bool) -> T | Hit:
+        """Count what was read; a hit for the long way if nothing was."""
         if value is None:
             self.hot.take(key)
             return place.as_hit(self._core.names([key])[0])
-        if is_hot:
+        if was_hot:
             self._core.record.count(read_blocks=1, hot_blocks=1)
         elif place.lease.adrift:
             self._core.record.count(read_blocks=1)
@@ -114,24 +191,46 @@ class QuickReads:
             self.hot.offer(key, place)
         return value
 
-    def _look_up(self, key: bytes, last: Place | None, timeout_s: float | None) -> Place | None:
-        """Ask the master; while none answers, the last place will do if its bytes are right."""
+    def _lookup(self, key: bytes) -> m.Lookup:
         record = self._core.record
-        asked_s = time.monotonic()
-        request = m.Lookup(record.name, self._core.names([key]), record.avoided(), True)
+        return m.Lookup(record.name, self._core.names([key]), record.avoided(), True)
+
+    def _look_up(self, key: bytes, timeout_s: float | None) -> Place | None:
+        """Ask the master; while none answers, the last place will do if its bytes are right."""
+        last, asked_s = self.hot.find(key), time.monotonic()
         try:
-            reply = self._driver.ask(self._core.master, request, m.Located, timeout_s=timeout_s)
+            reply = self._driver.ask(
+                self._core.master, self._lookup(key), m.Located, timeout_s=timeout_s
+            )
         except MasterUnavailable:
-            if last is None:
+            place = _adrift(last)
+            if place is None:
                 raise
-            last.lease.adrift = True
-            return last
-        if last is not None:
+            return place
+        return self._found(key, reply, asked_s)
+
+    def _found(self, key: bytes, reply: m.Located, asked_s: float) -> Place | None:
+        if self.hot.find(key) is not None:
             self.hot.forget([key])
-        return Place.of_reply(reply, asked_s=asked_s) if reply.lease_id else None
+        if reply.lease_id:
+            return Place.of_reply(reply, asked_s=asked_s)
+        self._core.record.count(missed_blocks=1)
+        return None
 
     def _read(self, place: Place) -> bytes | None:
         with self._core.staging.borrow(min(place.nbytes, PLACE_BYTES_MAX)) as region:
             if place.read_into(self._core.engine, self._segments, region, 0):
                 return region.array[: place.nbytes].tobytes()
         return None
+
+    def _read_steps(self, place: Place) -> Steps[bytes | None]:
+        with self._core.staging.borrow(min(place.nbytes, PLACE_BYTES_MAX)) as region:
+            good = yield from place.read_steps(self._core.engine, self._segments, region, 0)
+            return region.array[: place.nbytes].tobytes() if good else None
+
+
+def _adrift(last: Place | None) -> Place | None:
+    """Let the last place do while no master answers: checksums tell whether it is right."""
+    if last is not None:
+        last.lease.adrift = True
+    return last

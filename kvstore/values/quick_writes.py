@@ -19,6 +19,7 @@ import xxhash
 
 from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.reserved_places import ReservedPlace
+from kvstore.client.steps import Steps, ask, work
 from kvstore.copying import copy_with_checksum
 from kvstore.errors import Fenced, KVStoreError, MasterRefused, NodeUnreachable
 from kvstore.shards.plan import shard_of
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.writes_under_way import WriteUnderWay
     from transfer import RegionKey
+    from transfer.prepared import InPlace
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ AHEAD_BYTES: Final = 2 << 20
 AHEAD_MAX: Final = 8  # places that are asked for at once
 PAUSE_S: Final = 1.0  # after a place was refused
 REACH_S: Final = 5.0
+SLOW: Final = 1 << 30  # as many bytes as nobody copies in an event loop
 _UNIT: Final = 64
 
 
@@ -93,9 +96,7 @@ class QuickWrites:
             return None
         if isinstance(part, RegionPiece) and part.region.kind != "host":
             return None  # the long way says what is wrong
-        if self._core.tenant.name:
-            (key,) = self._core.tenant.salted((key,))
-        shard = 0 if self._shards == 1 else shard_of(key, self._shards)
+        key, shard = self._known_as(key)
         # Of all segments until the end: the reply may bring a place in any.
         write = self._core.under_way.begin()
         try:
@@ -105,11 +106,52 @@ class QuickWrites:
                 if place is None:
                     return None
             checksum = self._write(shard, place, part, write)
-            if checksum is None:
+            if checksum is None or not self._note(shard, place, key, nbytes, checksum, options):
                 return None
-            if not self._note(shard, place, key, nbytes, checksum, options):
+            request = self._store(shard, place, key, nbytes, checksum, options, left)
+            asked_s = time.monotonic()
+            try:
+                reply = self._link.ask(request, m.Stored, timeout_s=timeout_s)
+            except KVStoreError as error:
+                return self._not_stored(shard, request, error)
+            return self._stored(shard, place, request, reply, asked_s)
+        finally:
+            write.end()
+
+    def put_steps(
+        self, key: bytes, part: Part, options: PutOptions, timeout_s: float | None
+    ) -> Steps[PutOutcome | None]:
+        """As `put`, for a driver that waits in its own way; None, too, if `put` would wait.
+
+        That is so without a place that is held ahead, in memory that is mapped here.
+        """
+        nbytes, space = part.nbytes, _space_of(part.nbytes)
+        if isinstance(part, RegionPiece) and part.region.kind != "host":
+            return None
+        key, shard = self._known_as(key)
+        write = self._core.under_way.begin()
+        try:
+            place, left = self._places.take(shard, space)
+            if place is None:
                 return None
-            return self._store(shard, place, key, nbytes, checksum, options, timeout_s, left)
+            known = self._segments.known(place.where)
+            mapped = None if known is None else self._mapped(place, known)
+            if mapped is None:
+                self._places.give(shard, [place])
+                return None
+            yield from work(nbytes)
+            checksum = self._copy(shard, place, mapped, part, write)
+            if checksum is None or not self._note(shard, place, key, nbytes, checksum, options):
+                return None
+            asked_s = time.monotonic()
+            request = self._store(shard, place, key, nbytes, checksum, options, left)
+            try:
+                reply = yield from ask(request, m.Stored, timeout_s=timeout_s)
+            except KVStoreError as error:
+                return self._not_stored(shard, request, error)
+            if reply.outcome is not PutOutcome.STORED:
+                yield from work(SLOW)  # a node is told, and perhaps connected to first
+            return self._stored(shard, place, request, reply, asked_s)
         finally:
             write.end()
 
@@ -138,16 +180,18 @@ class QuickWrites:
                 self._sizes.pop(next(iter(self._sizes)), None)
         return outcome
 
+    def _known_as(self, key: bytes) -> tuple[bytes, int]:
+        """Return the key as the pool knows it, and its shard."""
+        if self._core.tenant.name:
+            (key,) = self._core.tenant.salted((key,))
+        return key, 0 if self._shards == 1 else shard_of(key, self._shards)
+
     def _reserve(self, shard: int, key: bytes, space: int) -> ReservedPlace | None:
         record = self._core.record
         request = m.Reserve(
-            record.name,
-            key,
-            record.next_batch(),
-            space,
-            record.avoided(),
+            record.name, key, record.next_batch(), space, record.avoided(),
             self._places.untold(shard),
-        )
+        )  # fmt: skip
         place = None
         try:
             place = self._places.reserve(request, shard, space)
@@ -169,19 +213,37 @@ class QuickWrites:
             key = self._segments.known(where)
             if key is None:
                 key = self._segments.get(where, deadline_s=time.monotonic() + REACH_S)
-            known, mapped = self._places.mapped.get(where.node, (None, None))
-            if mapped is None or known is not key or not mapped.live:
-                mapped = self._core.engine.in_place(where.node, key)
-                self._places.mapped[where.node] = key, mapped
+            mapped = self._mapped(place, key)
         except (NodeUnreachable, TransferError) as error:
             self._lose(place, error)
             self._places.abandon(shard, place.batch)
             return None
-        if not write.may_start((where.node, where.segment)):  # of a master that leads no more
-            self._places.abandon(shard, place.batch)
-            return None
-        if mapped is None:
+        if mapped is None and write.may_start((where.node, where.segment)):
             return self._send(shard, place, key, part, write)
+        return self._copy(shard, place, mapped, part, write)
+
+    def _mapped(self, place: ReservedPlace, key: RegionKey) -> InPlace | None:
+        """Return the memory of a place's segment if it is mapped here."""
+        node = place.where.node
+        known, mapped = self._places.mapped.get(node, (None, None))
+        if mapped is None or known is not key or not mapped.live:
+            mapped = self._core.engine.in_place(node, key)
+            self._places.mapped[node] = key, mapped
+        return mapped
+
+    def _copy(
+        self,
+        shard: int,
+        place: ReservedPlace,
+        mapped: InPlace | None,
+        part: Part,
+        write: WriteUnderWay,
+    ) -> int | None:
+        """As `_write`, to memory that is mapped here."""
+        where = place.where
+        if mapped is None or not write.may_start((where.node, where.segment)):
+            self._places.abandon(shard, place.batch)  # of a master that leads no more
+            return None
         start, nbytes = place.offset, part.nbytes
         if start < 0 or nbytes > len(mapped.array) - start:
             self._places.abandon(shard, place.batch)
@@ -256,42 +318,44 @@ class QuickWrites:
         nbytes: int,
         checksum: int,
         options: PutOptions,
-        timeout_s: float | None,
         left: int,
-    ) -> PutOutcome:
-        """Tell the master; ask for further places if none is left."""
-        record, places = self._core.record, self._places
-        following, untold = record.next_batch(), places.untold(shard)
-        more = []
+    ) -> m.Store:
+        """What tells the master; it asks for further places if none is left."""
+        record = self._core.record
+        following, more = record.next_batch(), []
         if not left:
             wanted = min(AHEAD_MAX, max(1, AHEAD_BYTES // place.space))
             more = [record.next_batch() for _ in range(wanted)]
-        request = m.Store(
+        return m.Store(
             record.name, place.batch, key, nbytes, checksum, following, more,
-            options.pin, options.pin_s, options.group, record.avoided(), untold,
+            options.pin, options.pin_s, options.group, record.avoided(), self._places.untold(shard),
         )  # fmt: skip
-        asked_s = time.monotonic()
-        try:
-            reply = self._link.ask(request, m.Stored, timeout_s=timeout_s)
-        except MasterRefused as error:  # a new one, perhaps, that does not know us
-            logger.debug("not stored: %s", error)
-            places.abandon(shard, place.batch, following, *more)
-            return PutOutcome.FAILED
-        except KVStoreError:
-            places.abandon(shard, place.batch, following, *more)
-            raise
-        if untold:
-            places.told(shard, untold)
+
+    def _not_stored(self, shard: int, request: m.Store, error: KVStoreError) -> PutOutcome:
+        """Nothing is known of the places; FAILED if the long way may do, else raise the error."""
+        self._places.abandon(shard, request.batch, request.following, *request.more)
+        if not isinstance(error, MasterRefused):
+            raise error
+        logger.debug("not stored: %s", error)  # a new master, perhaps, that does not know us
+        return PutOutcome.FAILED
+
+    def _stored(
+        self, shard: int, place: ReservedPlace, request: m.Store, reply: m.Stored, asked_s: float
+    ) -> PutOutcome:
+        """Take what the master has given, and say what became of the value."""
+        record, places, key = self._core.record, self._places, request.key
+        if request.abandoned:
+            places.told(shard, request.abandoned)
         outcome, unused = reply.outcome, reply.place
         until_s = asked_s + reply.put_s / 2
         if reply.more:
-            granted = zip(reply.more, more, strict=False)
+            granted = zip(reply.more, request.more, strict=False)
             places.give(
                 shard,
                 [ReservedPlace(p.where, p.offset, place.space, n, until_s) for p, n in granted],
             )
         if unused is not None:
-            places.give(shard, [place._replace(batch=following)])
+            places.give(shard, [place._replace(batch=request.following)])
         if outcome is PutOutcome.STORED:
             record.count(stored_blocks=1)
             return outcome

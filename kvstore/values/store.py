@@ -26,7 +26,7 @@ from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.local_memory import LocalMemory
 from kvstore.values.names import Name, key_of
 from kvstore.values.value_operations import ValueOperations, failure
-from kvstore.values.values import Part, Value, nbytes_of, parts_of, target_of
+from kvstore.values.values import Part, RegionPiece, Value, nbytes_of, parts_of, target_of
 from kvstore.wire.messages import Pin, PutOutcome
 from transfer import TransferEngine
 
@@ -54,10 +54,10 @@ class Store:
         self.client = client
         self.namespace = namespace
         self._memory = LocalMemory(client.core.engine, client.core.staging)
-        self._quick = client.quick_reads()
+        self.quick_reads = client.quick_reads()
         self.quick_writes = client.quick_writes()
         self.operations = ValueOperations(
-            client.core, self._memory, client.leases, self._quick.hot, namespace
+            client.core, self._memory, client.leases, self.quick_reads.hot, namespace
         )
         self._stack = ExitStack()
 
@@ -91,7 +91,7 @@ class Store:
 
     def close(self) -> None:
         """Let go of everything; the client too if `connect` made it."""
-        self._quick.hot.close()
+        self.quick_reads.hot.close()
         self._memory.close()
         self._stack.close()
 
@@ -107,6 +107,10 @@ class Store:
         It must outlive the store, or `release`.
         """
         return self._memory.register(memory)
+
+    def registered(self, part: Part) -> RegionPiece | None:
+        """Return where bytes are in a region that was registered; None if they are in none."""
+        return self._memory.registered(part)
 
     def release(self, region: Region) -> None:
         """Undo `register`."""
@@ -228,7 +232,7 @@ class Store:
             LeaseExpired: Copying takes longer than a lease (retryable).
         """
         key = key_of(name, self.namespace)
-        found = self._quick.get(key, timeout_s)
+        found = self.quick_reads.get(key, timeout_s)
         if not isinstance(found, Hit):
             return found
         steps = self.operations.get([key], timeout_s, hit=found)
@@ -248,7 +252,7 @@ class Store:
         defined. Raises as `get`.
         """
         key, part = key_of(name, self.namespace), target_of(target)
-        found = self._quick.get_into(key, part, self._memory.registered(part), timeout_s)
+        found = self.quick_reads.get_into(key, part, self.registered(part), timeout_s)
         if found is None or isinstance(found, int):
             return found
         hit = found
