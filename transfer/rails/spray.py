@@ -85,7 +85,9 @@ class SprayCore:
     def slice_bytes(self, priority: Priority) -> int:
         """How large slices of a class should be now: a power of two."""
         if len(self.rails) == 1:  # nothing to spread: the fewer the better
-            return SLICE_BYTES // 2
+            only = self.rails[0]
+            fast = only.measured and only.bandwidth * SLICE_S >= SLICE_BYTES
+            return SLICE_BYTES if fast else SLICE_BYTES // 2
         known = [r.bandwidth for r in self.rails if r.measured and r.state is RailState.HEALTHY]
         if not known:
             return SLICE_BYTES_FIRST
