@@ -5,7 +5,9 @@ put      Allocate ─▶ granted rows ─▶ one write per segment ─▶ Finish
          NO_SPACE of a master that has just started: so too, whatever the caller says
          written, but the master knows nothing of it (it is a new one), or granted by one that is
          known to have a successor: again for those alone
-         its node is not reached, so nothing is under way: again, without that node, a few times
+         its node is not reached, or what was sent to it is not confirmed: again, without that node,
+         a few times. Where bytes may be under way the place is the master's to quarantine, and what
+         is tried again has places of its own
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 PAUSE_S_MIN: Final = 0.005
 PAUSE_S_MAX: Final = 0.25
-UNREACHED_MAX: Final = 2  # how often a put is tried again because nodes were not reached
+ELSEWHERE_MAX: Final = 2  # how often a put is tried again because nodes did not take it
 SETTLING_S: Final = 0.05  # until a master that has just started is asked again
 
 
@@ -45,14 +47,14 @@ class _Attempt:
         retry_s: When there may be space, as the master says.
         provisional: It has just started, and there may be space soon.
         lost: Blocks that were granted or written in vain.
-        unreached: Blocks of which not a byte was written, as their nodes were not reached.
+        elsewhere: Blocks that their nodes did not get or did not confirm; other nodes may.
     """
 
     outcomes: list[PutOutcome]
     retry_s: float
     provisional: bool
     lost: set[int] = field(default_factory=set)
-    unreached: set[int] = field(default_factory=set)
+    elsewhere: set[int] = field(default_factory=set)
 
     @property
     def pause_s(self) -> float:
@@ -91,11 +93,11 @@ class Writing:
             Fenced, TenantRefused: Nothing was stored.
         """
         attempt = yield from self._put_once(source, deadline_s)
-        outcomes, lost, unreached = attempt.outcomes, attempt.lost, attempt.unreached
-        num_unreached = 0
+        outcomes, lost, elsewhere = attempt.outcomes, attempt.lost, attempt.elsewhere
+        num_elsewhere = 0
         while True:
-            num_unreached += bool(unreached)
-            again = lost | unreached if num_unreached <= UNREACHED_MAX else set(lost)
+            num_elsewhere += bool(elsewhere)
+            again = lost | elsewhere if num_elsewhere <= ELSEWHERE_MAX else set(lost)
             if source.options.wait_for_space or attempt.provisional:
                 again |= {i for i, o in enumerate(outcomes) if o is PutOutcome.NO_SPACE}
             waiting = sorted(again)
@@ -108,12 +110,12 @@ class Writing:
                 ours = block in lost and outcome is PutOutcome.EXISTS  # it was known after all
                 # That there is no other place for it does not mean that there is none.
                 waits = source.options.wait_for_space or attempt.provisional
-                failed = block in unreached and outcome is PutOutcome.NO_SPACE and not waits
+                failed = block in elsewhere and outcome is PutOutcome.NO_SPACE and not waits
                 outcomes[block] = (
                     PutOutcome.STORED if ours else PutOutcome.FAILED if failed else outcome
                 )
             lost = {waiting[i] for i in attempt.lost}
-            unreached = {waiting[i] for i in attempt.unreached}
+            elsewhere = {waiting[i] for i in attempt.elsewhere}
         self._count(outcomes)
         return outcomes
 
@@ -199,8 +201,8 @@ class Writing:
         ]  # fmt: skip
         granted_to = np.array([*result.written, *result.void], dtype=np.int64) // replicas
         attempt.lost = set(granted_to[~stored[granted_to]].tolist())
-        unreached = np.array(result.unreached, dtype=np.int64) // replicas
-        attempt.unreached = set(unreached[~stored[unreached]].tolist()) - attempt.lost
+        missed = np.array([*result.unreached, *result.unsettled], dtype=np.int64) // replicas
+        attempt.elsewhere = set(missed[~stored[missed]].tolist()) - attempt.lost
         return attempt
 
     def _finish(
