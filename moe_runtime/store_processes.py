@@ -29,9 +29,17 @@ if TYPE_CHECKING:
 
     from configs.kvstore_masters import KVMastersConfig
     from configs.schema import KVStoreConfig
-    from kvstore import MasterServer
+    from kvstore import MasterServer, StoreNode
+    from transfer import TransferEngine
 
 logger = logging.getLogger(__name__)
+
+
+def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    try:
+        return check_address(value) if value else value
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 @click.command("store-master")
@@ -80,7 +88,10 @@ def store_master_command(shard: int, host: str, port: int, **options: object) ->
 @click.option("--master", "embedded", default="", help="The only master, if none is configured.")
 @click.option("--slot", default=0, show_default=True, type=click.IntRange(0),
               help="What `{slot}` in the paths of segments is.")  # fmt: skip
-def store_node_command(embedded: str, slot: int, **options: object) -> None:
+@click.option("--metrics", default="", metavar="HOST:PORT", callback=_address,
+              help="Tell Prometheus what this node counts, there; nobody is asked for a"
+              " token.")  # fmt: skip
+def store_node_command(embedded: str, slot: int, metrics: str, **options: object) -> None:
     """Lend memory and disks of this machine to the KV store (`kvstore.segments`)."""
     from kvstore import StoreNode
     from kvstore.discovery.finding import directory_of, followed
@@ -107,6 +118,8 @@ def store_node_command(embedded: str, slot: int, **options: object) -> None:
         stack.enter_context(followed(directory))
         stack.enter_context(engine)
         stack.enter_context(node)
+        if metrics:
+            _serve_metrics(stack, metrics, engine, node)
         click.echo(f"store node {engine.name} at {engine.address}")
         sys.stdout.flush()
 
@@ -123,6 +136,25 @@ def check_masters(config: KVMastersConfig, embedded: str) -> None:
         check_address(embedded)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--master") from error
+
+
+def _serve_metrics(stack: ExitStack, address: str, engine: TransferEngine, node: StoreNode) -> None:
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    from kvstore.admin.metrics import NodeCollector
+    from transfer.metrics import TransferCollector
+
+    registry = CollectorRegistry()
+    registry.register(NodeCollector(node.statistics))
+    registry.register(TransferCollector(engine.statistics))
+    host, _, port = address.rpartition(":")
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]"), registry)
+    except OSError as error:
+        raise OSError(error.errno, f"metrics at {address}: {error.strerror}") from error
+    stack.callback(thread.join)
+    stack.callback(server.server_close)
+    stack.callback(server.shutdown)
 
 
 def _stand_for_election(

@@ -36,7 +36,6 @@ PREFIX: Final = "/v1/store"
 BODY_BYTES_MAX: Final = 1 << 16
 WAIT_S_MAX: Final = 30.0
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class RebalanceOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

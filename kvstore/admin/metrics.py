@@ -7,7 +7,7 @@ leaves no stale value. METRICS is the whole list; docs/kvstore-admin.md shows it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -15,26 +15,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvstore.errors import KVStoreError
+from transfer.metrics import MetricSpec
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from kvstore.admin.reports import MasterReport
     from kvstore.admin.store_admin import StoreAdmin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricSpec:
-    """One metric. A counter's name gets `_total` when it is told."""
-
-    name: str
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
-    labels: tuple[str, ...]
-    help: str
-
-    def family(self) -> CounterMetricFamily | GaugeMetricFamily:
-        """Return an empty family of this metric."""
-        return self.kind(self.name, self.help, labels=self.labels)
+    from kvstore.node.store_node import NodeStatistics
 
 
 def _gauge(name: str, text: str, *labels: str) -> MetricSpec:
@@ -113,6 +101,11 @@ CLIENT_BLOCKS: Final = _counter(
     "moe_kvstore_client_blocks", "Blocks by what became of them at this client.", "event"
 )
 NODE_EVENTS: Final = _counter("moe_kvstore_node_events", "What a store node counted.", "event")
+NODE_SUSPENDED: Final = _gauge(
+    "moe_kvstore_node_index_suspended",
+    "1 if the disk takes no more of a segment's index: a restart would tell nothing of it.",
+    "segment",
+)
 
 METRICS: Final = (
     MASTER_UP,
@@ -126,6 +119,7 @@ METRICS: Final = (
     TENANT_QUOTA,
     CLIENT_BLOCKS,
     NODE_EVENTS,
+    NODE_SUSPENDED,
 )
 
 
@@ -184,6 +178,33 @@ def _family(
         for figure, more in labels.items():
             family.add_metric([master.address, *more], master.figures.get(figure, 0))
     return family
+
+
+class NodeCollector(Collector):
+    """Counts of one store node: scrubbed blocks, copies, and indices that are suspended.
+
+    Args:
+        statistics: `StoreNode.statistics` of it.
+    """
+
+    def __init__(self, statistics: Callable[[], NodeStatistics]) -> None:
+        self._statistics = statistics
+
+    def describe(self) -> Iterable[Metric]:
+        """Name the metrics without counting."""
+        return (NODE_EVENTS.family(), NODE_SUSPENDED.family())
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the statistics once."""
+        now = self._statistics()
+        events, suspended = NODE_EVENTS.family(), NODE_SUSPENDED.family()
+        for group, counts in (("scrub", asdict(now.scrub)), ("copies", asdict(now.copies))):
+            for name, value in counts.items():
+                if name != "last_pass_s":  # no count
+                    events.add_metric([f"{group}_{name.removesuffix('_blocks')}"], value)
+        for number, segment in enumerate(now.segments):
+            suspended.add_metric([str(number)], float(segment.log_suspended))
+        yield from (events, suspended)
 
 
 class CountsCollector(Collector):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Final
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from transfer.errors import RegionUnknown, StorageFailed, TransferError
 from transfer.memory.region import Bytes, Offer, RegionKey
@@ -17,8 +15,6 @@ from transfer.storage.storage import Done, StorageRegion
 
 if TYPE_CHECKING:
     from transfer.storage.service import StorageService
-
-ONE: Final = np.zeros(1, dtype=np.int64)
 
 
 class ServedAsk:

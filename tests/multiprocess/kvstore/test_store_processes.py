@@ -4,14 +4,17 @@ import re
 import secrets
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
 
 from configs import load_config
 from configs.schema import TransferConfig
 from kvstore import StoreClient
 from moe_runtime.cli import main
+from tests.support.etcd_server import free_ports
 from tests.support.serve_process import CommandProcess
 from transfer import TransferEngine, allocate
 
@@ -42,7 +45,8 @@ def test_a_master_and_a_node_as_commands(tmp_path):
         line = master.wait_for_line(r"store master of shard 0 at (\S+)")
         address = line.group(1)
         command = ["-m", "moe_runtime", "store-node", *common, "--master", address]
-        with CommandProcess(command, tmp_path / "n") as node:
+        metrics = f"127.0.0.1:{free_ports(1)[0]}"
+        with CommandProcess([*command, "--metrics", metrics], tmp_path / "n") as node:
             node.wait_for_line(r"store node (\S+) at (\S+)")
             engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=secret)
             knobs = load_config(str(file), unneeded=["model.path"]).kvstore
@@ -59,6 +63,12 @@ def test_a_master_and_a_node_as_commands(tmp_path):
                 assert client.get_into(hit, region, [i << 12 for i in range(4)]) == 4
                 engine.release(region)
                 memory.close()
+                text = httpx.get(f"http://{metrics}/metrics", timeout=WAIT_S).text
+            told = {family.name: family for family in text_string_to_metric_families(text)}
+            assert told["moe_transfer_peers"].samples[0].value >= 1
+            events = {s.labels["event"] for s in told["moe_kvstore_node_events"].samples}
+            assert {"scrub_bad", "copies_done"} <= events
+            assert told["moe_kvstore_node_index_suspended"].samples[0].value == 0
             for process in (node, master):
                 process.process.terminate()
                 assert process.process.wait(WAIT_S) == 0, process.log.read_text()
@@ -70,6 +80,7 @@ def test_a_master_and_a_node_as_commands(tmp_path):
         ("store-node", [], "kvstore.masters: neither addresses nor etcd.endpoints are set"),
         ("store-node", ["--master", "nonsense"], "expected HOST:PORT, seen 'nonsense'"),
         ("store-admin", ["--set", "kvstore.admin.enabled=false"], "kvstore.admin.enabled is false"),
+        ("store-node", ["--metrics", "9000"], "expected HOST:PORT, seen '9000'"),
         ("store-master", ["--shard", "1"], "there are 1"),
         ("store-master", ["--set", "kvstore.masters.addresses=here"], "seen 'here'"),
         ("store-node", ["--master", "127.0.0.1:1", "--set", "kvstore.segments=[{bytes: 1}]"], ""),

@@ -13,6 +13,7 @@ import torch
 
 from configs.schema import TransferBackend, TransferConfig
 from kvstore import AsyncStore, GetOutcome, InvalidKey, MasterUnavailable, PutOutcome
+from kvstore.client.pieces import Pieces
 from tests.support.store_pool import Pool
 from transfer import allocate
 
@@ -73,6 +74,10 @@ def test_blocks_in_registered_memory(stack):
                 assert await aio.get_ranges(hit, region, offsets, start=100, nbytes=16) == 4
                 expected = region.array[:4096].reshape(4, 1024)[:, 100:116]
                 assert np.array_equal(region.array[4096:4160].reshape(4, 16), expected)
+            others = [secrets.token_bytes(16) for _ in range(2)]
+            pieces = Pieces.of_blocks(region, np.array([0, 2048]), np.array([2048, 2048]))
+            assert await aio.put_blocks(others, pieces) == (PutOutcome.STORED,) * 2
+            assert await aio.get(others[1]) == region.array[2048:4096].tobytes()
 
     asyncio.run(use())
 

@@ -25,7 +25,6 @@ import struct
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from pyverbs.wr import SGE, SendWR
 
 from transfer.backends.verbs.binding import constant
@@ -52,8 +51,6 @@ _REQUEST: Final = np.dtype(
 _ELEMENT: Final = np.dtype([("address", "<u8"), ("length", "<u4"), ("local_key", "<u4")])
 _HEAD: Final = struct.Struct("<QQQiiI4sQI")
 _ONE_ELEMENT: Final = struct.Struct("<QII")
-
-Array = npt.NDArray[Any]
 
 
 class Chain:
