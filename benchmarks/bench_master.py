@@ -5,7 +5,9 @@
 Every request and reply passes through its MessagePack form, as on the control channel; the channel
 itself is not measured. Requests name `BATCH` keys; nodes' segments are books only, no memory.
 
-    put       Allocate and Finish of new keys, into free space or with an eviction for each
+    put       Allocate and Finish of new keys, into free space or with an eviction for each;
+              of chains, each looked for before, so that the master knows parents
+    thousand  put and lookup in batches of 1000 keys, as of a long prompt, in one segment
     lookup    Lookup with a lease, and its Release, of chains that are there
     mix       of 10 batches: 6 lookups of chains (one in four misses its second half, which is then
               put), 3 puts of new keys, 1 Exists
@@ -19,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
+import json
 import os
 import random
 import secrets
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -38,6 +42,7 @@ BLOCK_BYTES = 64 << 10
 NODES = 4
 PIECE = 16384
 ROUNDS, WARMUP = 12, 2
+LONG = 1000  # keys of a long batch
 KEYS_IN_MEMORY = 1_000_000
 KEYS_TO_REBUILD = 100_000
 
@@ -46,14 +51,19 @@ class Asker:
     """A master, and requests to it by way of their bytes."""
 
     def __init__(
-        self, *, blocks: int, eviction: Eviction = Eviction.LRU, events: bool = False
+        self,
+        *,
+        blocks: int,
+        eviction: Eviction = Eviction.LRU,
+        events: bool = False,
+        nodes: int = NODES,
     ) -> None:
         log = EventLog(first_sequence=1) if events else None
         self.master = StoreMaster(MasterTiming(), eviction=eviction, events=log)
         self.now = 0.0
         self.batch = 0
-        capacity = -(-blocks // NODES) * BLOCK_BYTES
-        for i in range(NODES):
+        capacity = -(-blocks // nodes) * BLOCK_BYTES
+        for i in range(nodes):
             self.ask(m.Register(f"node{i}", f"127.0.0.1:{i + 1}", capacity, True, m.HeldBlocks()))
 
     def ask(self, request: m.Request) -> m.Reply:
@@ -65,7 +75,10 @@ class Asker:
         assert not isinstance(decoded, m.Refused), decoded
         return decoded
 
-    def put(self, keys: list[bytes]) -> None:
+    def put(self, keys: list[bytes], *, expected: bool = False) -> None:
+        """Store new blocks; `expected`: of a chain that somebody has looked for in vain."""
+        if expected:
+            self.read([bytes(bytearray(key)) for key in keys])  # keys of their own, as on the wire
         self.batch += 1
         count = len(keys)
         request = m.Allocate("w", self.batch, keys, [BLOCK_BYTES] * count, [1 << 60] * count)
@@ -96,8 +109,10 @@ def rate(operations: int, started: float) -> float:
     return operations / (time.process_time() - started)
 
 
-def measure_puts(recorder: Recorder, blocks: int, *, events: bool, eviction: Eviction) -> None:
-    labels = {"events": events, "eviction": eviction, "keys": blocks}
+def measure_puts(
+    recorder: Recorder, blocks: int, *, events: bool, eviction: Eviction, chains_known: bool = False
+) -> None:
+    labels = {"events": events, "eviction": eviction, "keys": blocks, "parents": chains_known}
     asker, chains = Asker(blocks=blocks, eviction=eviction, events=events), new_chains()
     per_round = blocks // BATCH // ROUNDS
     for what in ("put into free space", "put with evictions"):
@@ -106,7 +121,7 @@ def measure_puts(recorder: Recorder, blocks: int, *, events: bool, eviction: Evi
             batches = list(itertools.islice(chains, per_round))
             started = time.process_time()
             for keys in batches:
-                asker.put(keys)
+                asker.put(keys, expected=chains_known)
             samples.append(rate(per_round * BATCH, started))
         recorder.add(what, "keys/s", samples[WARMUP:], **labels)
         asker.master.check_invariants()
@@ -148,27 +163,62 @@ def measure_reads(recorder: Recorder, blocks: int, *, events: bool, eviction: Ev
     asker.master.check_invariants()
 
 
+def measure_thousands(recorder: Recorder, blocks: int) -> None:
+    """Batches of 1000 keys into a segment that is full: puts evict, and lookups lease all."""
+    asker, puts, lookups = Asker(blocks=blocks, nodes=1), [], []
+    source = itertools.chain.from_iterable(new_chains())
+    batches = [list(itertools.islice(source, LONG)) for _ in range(2 * blocks // LONG)]
+    for keys in batches[: blocks // LONG]:
+        asker.put(keys)
+    per_round = (len(batches) - blocks // LONG) // ROUNDS
+    for number in range(ROUNDS):
+        first = blocks // LONG + number * per_round
+        chosen = batches[first : first + per_round]
+        started = time.process_time()
+        for keys in chosen:
+            asker.put(keys)
+        puts.append(rate(per_round * LONG, started))
+        started = time.process_time()
+        for keys in chosen:
+            assert asker.read(keys) == LONG
+        lookups.append(rate(per_round * LONG, started))
+    labels = {"keys": blocks, "batch": LONG}
+    recorder.add("put with evictions", "keys/s", puts[WARMUP:], **labels)
+    recorder.add("lookup with lease and release", "keys/s", lookups[WARMUP:], **labels)
+    asker.master.check_invariants()
+
+
 def resident_bytes() -> int:
     """Return the resident size of this process."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure_memory(recorder: Recorder, count: int, eviction: Eviction, *, traced: bool) -> None:
-    labels = {"keys": count, "eviction": eviction, "traced": traced}
-    with multiprocessing.get_context("spawn").Pool(1) as fresh:
-        sample = fresh.apply(bytes_per_key, (count, eviction, traced))
-    recorder.add("memory per key", "bytes", [sample], **labels)
+def measure_memory(
+    recorder: Recorder, count: int, eviction: Eviction, *, chains_known: bool = False
+) -> None:
+    """Have it measured by a process of its own, whose memory was never used for anything else."""
+    words = ["--memory", str(count), eviction.value, *(["parents"] if chains_known else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.bench_master", *words],
+        stdout=subprocess.PIPE,
+        timeout=600,
+        check=True,
+    )
+    labels = {"keys": count, "eviction": eviction, "traced": False, "parents": chains_known}
+    recorder.add("memory per key", "bytes", [json.loads(done.stdout)], **labels)
 
 
-def bytes_per_key(count: int, eviction: Eviction, traced: bool) -> float:
+def bytes_per_key(
+    count: int, eviction: Eviction, *, traced: bool = False, chains_known: bool = False
+) -> float:
     """Fill a master; return what it has grown by."""
     asker, chains = Asker(blocks=count, eviction=eviction), new_chains()
     if traced:
         tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0] if traced else resident_bytes()
     for _ in range(count // BATCH):
-        asker.put(next(chains))
+        asker.put(next(chains), expected=chains_known)
     after = tracemalloc.get_traced_memory()[0] if traced else resident_bytes()
     tracemalloc.stop()
     return (after - before) / count
@@ -216,7 +266,13 @@ def _held(node: int, places: list[int]) -> m.HeldBlocks:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer keys, and nothing is written")
+    parser.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)  # see `measure_memory`
     options = parser.parse_args()
+    if options.memory:
+        count, eviction, *parents = options.memory
+        found = bytes_per_key(int(count), Eviction(eviction), chains_known=bool(parents))
+        sys.stdout.write(json.dumps(found))
+        return
     recorder = Recorder("master")
     blocks = 20_000 if options.quick else 200_000
     for events, eviction in ((False, e) for e in Eviction) if not options.quick else ():
@@ -224,10 +280,13 @@ def main() -> None:
         measure_reads(recorder, blocks, events=events, eviction=eviction)
     measure_puts(recorder, blocks, events=True, eviction=Eviction.LRU)
     measure_reads(recorder, blocks, events=True, eviction=Eviction.LRU)
+    measure_puts(recorder, blocks, events=False, eviction=Eviction.PREFIX_AWARE, chains_known=True)
+    measure_thousands(recorder, blocks)
     measure_rebuild(recorder, KEYS_TO_REBUILD)
+    count = 100_000 if options.quick else KEYS_IN_MEMORY
     for eviction in Eviction:
-        count = 100_000 if options.quick else KEYS_IN_MEMORY
-        measure_memory(recorder, count, eviction, traced=False)
+        measure_memory(recorder, count, eviction)
+    measure_memory(recorder, count, Eviction.PREFIX_AWARE, chains_known=True)
     if not options.quick:
         recorder.write()
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from typing import Final
 
 from kvstore.eviction.policy import EvictionPolicy
-from kvstore.eviction.rows import EvictionRows
+from kvstore.eviction.rows import NOWHERE, EvictionRows
 
 GROWTH_MIN: Final = 64
 
@@ -24,6 +24,7 @@ class NamedPolicy:
         self._policy = policy
         self._row_of: dict[Hashable, int] = {}
         self._unused: list[int] = []
+        rows.find = lambda name, row: self._row_of.get(name, NOWHERE)
 
     def __len__(self) -> int:
         return len(self._policy)

@@ -23,6 +23,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
+from kvstore import row_loops
 from kvstore.eviction.gone import GoneBlocks
 from kvstore.eviction.hit_rate import USE_CLASSES, HitRates
 from kvstore.eviction.policy import MayGo
@@ -50,8 +51,7 @@ class PrefixAware:
         self._length = 0
         self._queues = [RowQueue(rows.older, rows.newer) for _ in range(USE_CLASSES)]
         self._aside = RowQueue(rows.older, rows.newer)
-        self._aside_named: dict[Hashable, int] = {}  # rows that stepped aside, by name
-        self._children: dict[Hashable, int] = {}  # how many known blocks name this parent
+        self._absent: dict[Hashable, int] = {}  # children of blocks that are not known, by name
         self._gone = GoneBlocks()
         self._rates = HitRates()
         self._tick = 0
@@ -61,17 +61,26 @@ class PrefixAware:
 
     def admit(self, rows: Sequence[int], parents: Sequence[Hashable | None] = ()) -> None:
         """Enter blocks, each with the uses that it had if it was here before."""
+        if not rows:
+            return
         columns, first = self._rows, self._tick + 1
         names, ticks, parents_of = columns.names, columns.ticks, columns.parents
-        places, uses, children = columns.place, columns.uses, self._children
+        places, uses, children = columns.place, columns.uses, columns.children
         new: list[int] = []
-        returned = self._gone.returned([names[row] for row in rows])
-        entries = zip(rows, returned, parents or [None] * len(rows), strict=True)
-        for tick, (row, before, parent) in enumerate(entries, first):
+        coming = row_loops.pick(names, rows)
+        returned = self._gone.returned(coming)
+        entries = zip(rows, coming, returned, parents or [None] * len(rows), strict=True)
+        following = chain(coming[1:], (None,))  # from a leaf on it is the parent, nearly always
+        born = 0  # children of the next one, among those that came before it
+        for tick, ((row, name, before, parent), behind) in enumerate(
+            zip(entries, following, strict=True), first
+        ):
             ticks[row] = tick
-            parents_of[row] = parent
-            if parent is not None:
-                children[parent] = children.get(parent, 0) + 1
+            parents_of[row] = parent if parent != name else None
+            children[row] = born + (self._absent.pop(name, 0) if self._absent else 0)
+            born = int(parent is not None and parent == behind != name)
+            if not born and parent is not None and parent != name:
+                self._count_child(row, parent)
             if before is None:
                 uses[row] = 0
                 places[row] = FIRST_QUEUE
@@ -122,6 +131,7 @@ class PrefixAware:
         if self._rows.place[row] != HELD:
             self._leave(row)
         self._rows.place[row] = UNKNOWN
+        self._lose_children(row)
         self._lose_parent(row)
         if evicted:
             self._remember((row,))
@@ -131,7 +141,7 @@ class PrefixAware:
     def evict(self, count: int, busy: array[int], may_go: MayGo) -> list[int]:
         """Forget what `victim` names, and remember what is known of it."""
         places, uses, parents = self._rows.place, self._rows.uses, self._rows.parents
-        newer = self._rows.newer
+        newer, children = self._rows.newer, self._rows.children
         candidates = [self._candidate(use_class) for use_class in range(USE_CLASSES)]
         rows: list[int] = []
         while len(rows) < count:
@@ -150,6 +160,8 @@ class PrefixAware:
                     self._queues[use_class].cut(1, newer[row])
                 places[row] = UNKNOWN
                 rows.append(row)
+                if children[row]:
+                    self._lose_children(row)
                 if parents[row] is not None:
                     leaf = self._lose_parent(row)
                     if leaf != NOWHERE and uses[leaf] != use_class:
@@ -178,36 +190,52 @@ class PrefixAware:
 
     def _candidate(self, use_class: int) -> Candidate:
         """Return the oldest leaf of a queue, and what it is worth; blocks before it step aside."""
-        queue, names, children = self._queues[use_class], self._rows.names, self._children
+        queue, children = self._queues[use_class], self._rows.children
         while (row := queue.oldest) != NOWHERE:
-            name = names[row]
-            if name not in children:
+            if not children[row]:
                 used_at = self._rows.ticks[row]
                 return self._rates.rate(use_class, self._tick - used_at), used_at, row
             queue.remove(row)
             self._aside.push(row)
             self._rows.place[row] = ASIDE
-            self._aside_named[name] = row
         return NOBODY
+
+    def _count_child(self, row: int, parent: Hashable) -> None:
+        """One more known block names this parent."""
+        found = self._rows.find(parent, row)
+        if found != NOWHERE and self._rows.place[found] != UNKNOWN:
+            self._rows.children[found] += 1
+        else:
+            self._absent[parent] = self._absent.get(parent, 0) + 1
+
+    def _lose_children(self, row: int) -> None:
+        """Remember, of a block that goes, how many know it as their parent."""
+        if self._rows.children[row]:
+            self._absent[self._rows.names[row]] = self._rows.children[row]
+            self._rows.children[row] = 0
 
     def _lose_parent(self, row: int) -> int:
         """Forget what comes before a block; return what is a leaf in its queue again for that."""
-        parents, children = self._rows.parents, self._children
+        parents, children, places = self._rows.parents, self._rows.children, self._rows.place
         parent = parents[row]
         if parent is None:
             return NOWHERE
         parents[row] = None
-        left = children[parent] - 1
-        if left:
-            children[parent] = left
+        if self._absent and (left := self._absent.get(parent)) is not None:
+            if left > 1:
+                self._absent[parent] = left - 1
+            else:
+                del self._absent[parent]
             return NOWHERE
-        del children[parent]
-        leaf = self._aside_named.pop(parent, NOWHERE)
-        if leaf != NOWHERE:
-            self._aside.remove(leaf)
-            uses = self._rows.uses[leaf]
-            self._rows.place[leaf] = FIRST_QUEUE + uses
-            self._queues[uses].push_oldest(leaf)
+        leaf = self._rows.find(parent, row)
+        assert leaf != NOWHERE, parent
+        children[leaf] -= 1
+        if children[leaf] or places[leaf] != ASIDE:
+            return NOWHERE
+        self._aside.remove(leaf)
+        uses = self._rows.uses[leaf]
+        places[leaf] = FIRST_QUEUE + uses
+        self._queues[uses].push_oldest(leaf)
         return leaf
 
     def _return(self, row: int, before: int, tick: int) -> None:
@@ -238,6 +266,5 @@ class PrefixAware:
         place = self._rows.place[row]
         if place == ASIDE:
             self._aside.remove(row)
-            del self._aside_named[self._rows.names[row]]
         else:
             self._queues[place - FIRST_QUEUE].remove(row)

@@ -31,9 +31,23 @@ class EvictionRows:
         uses: How often the block was used, as far as the policy counts.
         ticks: When it was used last, by the clock of its policy; see `keep_chains`.
         parents: What the block before it in its chain is called; see `keep_chains`.
+        children: How many blocks that the row's policy knows name it so; see `keep_chains`.
+        find: (name, row) -> the row of the block of this name in the policy that knows this row,
+            perhaps not admitted yet; NOWHERE if there is none. The owner's; for chains only.
     """
 
-    __slots__ = ("_has_chains", "names", "newer", "older", "parents", "place", "ticks", "uses")
+    __slots__ = (
+        "_has_chains",
+        "children",
+        "find",
+        "names",
+        "newer",
+        "older",
+        "parents",
+        "place",
+        "ticks",
+        "uses",
+    )
 
     def __init__(self) -> None:
         self.names: list[Hashable] = []
@@ -43,10 +57,12 @@ class EvictionRows:
         self.uses = array("B")
         self.ticks = array("q")
         self.parents: list[Hashable | None] = []
+        self.children = array("i")
+        self.find: Callable[[Hashable, int], int] = _knows_nobody
         self._has_chains = False
 
     def keep_chains(self) -> None:
-        """Have the columns `ticks` and `parents`, which not every policy needs, from now on."""
+        """Have the columns of chains, which not every policy needs, from now on."""
         if not self._has_chains:
             self._has_chains = True
             self._grow_chains(len(self))
@@ -63,7 +79,13 @@ class EvictionRows:
 
     def _grow_chains(self, count: int) -> None:
         self.ticks.frombytes(bytes(self.ticks.itemsize * count))
+        self.children.frombytes(bytes(self.children.itemsize * count))
         self.parents.extend([None] * count)
+
+
+def _knows_nobody(name: Hashable, row: int) -> int:
+    del name, row
+    return NOWHERE
 
 
 class RowQueue:

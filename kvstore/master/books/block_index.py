@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from kvstore.errors import InvariantViolated
 from kvstore.master.books.copy_state import COMMITTED
 from kvstore.master.books.copy_table import CopyTable
+from kvstore.row_loops import NOWHERE
 
 
 class BlockIndex:
@@ -19,12 +20,24 @@ class BlockIndex:
     def __init__(self, table: CopyTable) -> None:
         self._table = table
         self.rows: dict[bytes, int] = {}  # any one copy of each; read it, change it here only
+        table.eviction.find = self.beside
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.rows.values())
+
+    def beside(self, key: Hashable, row: int) -> int:
+        """Return a block's copy in the segment in which this row lies; NOWHERE if it has none."""
+        assert isinstance(key, bytes), key
+        first = self.rows.get(key, NOWHERE)
+        if first == NOWHERE:
+            return NOWHERE
+        where = self._table.segment
+        if where[first] == where[row]:
+            return first
+        return next((c for c in self._table.copies(first) if where[c] == where[row]), NOWHERE)
 
     def attach(self, row: int) -> bool:
         """Enter a committed copy.

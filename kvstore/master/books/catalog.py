@@ -145,13 +145,19 @@ class Catalog:
         for segment, entering in self.pool.by_segment(rows):
             parents: Sequence[bytes | None] = ()
             if self.expected is not None:
-                parents = self.expected.parents(row_loops.pick(table.keys, entering))
+                found = self.expected.parents(row_loops.pick(table.keys, entering))
+                parents = [self._name(parent) for parent in found]
             segment.enter(entering, parents)
         self._stamp(rows)
         if not row_loops.all_are(table.tenant, rows, NOBODY):
             for row in rows:
                 self.tenants.order(row)
         self.notices.stored(rows)
+
+    def _name(self, key: bytes | None) -> bytes | None:
+        """Return a block's name as the table has it: one object for all that keep it."""
+        row = None if key is None else self.index.rows.get(key)
+        return key if row is None else self.table.keys[row]
 
     def _stamp(self, rows: Sequence[int]) -> None:
         row_loops.stairs(self.table.used_at, rows, self._uses + 1, 1)
