@@ -139,9 +139,7 @@ def _backends(now: TransferStatistics) -> Iterator[Metric]:
     yield from _columns(OF_BACKENDS, {(name,): row for name, row in now.backends.items()})
 
 
-def _columns(
-    specs: Mapping[str, MetricSpec], rows: Mapping[LabelsT, object]
-) -> Iterator[Metric]:
+def _columns(specs: Mapping[str, MetricSpec], rows: Mapping[LabelsT, object]) -> Iterator[Metric]:
     """Return a family per figure, with a value per row."""
     for figure, spec in specs.items():
         family = spec.family()
