@@ -101,7 +101,7 @@ class Source:
             offsets=offsets,
             lengths=self.lengths[blocks].tolist(),
             checksums=self.sums.values[blocks].tolist(),
-            pinned=[options.pin is Pin.HARD] * count,
+            pinned=[True] * count if options.pin is Pin.HARD else [],
             chunk_bytes=[options.chunk_bytes] * count if options.chunk_bytes else [],
             tenants=[self.tenant] * count if self.tenant else [],
             groups=[options.group] * count if options.group else [],

@@ -188,9 +188,7 @@ class Writing:
             in_doubt = {granted.node_idx[row] for row in result.unsettled}
             write.end((n.node, n.segment) for i, n in enumerate(granted.nodes) if i in in_doubt)
         self._record.shun(result.lost_nodes)
-        written = np.array(result.written, dtype=np.int64)
-        if replicas > 1:
-            written //= replicas
+        written = np.array(result.written, dtype=np.int64) // replicas
         # What it was told before it need not be told again.
         sums = [] if request.checksums else source.sums.values[written].tolist()
         committed = yield from self._finish(batch, result, sums)

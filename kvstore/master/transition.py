@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -44,4 +45,8 @@ def equally_long(*columns: Sequence[object]) -> bool:
 
 def are_checksums(values: Sequence[int]) -> bool:
     """Tell whether all are unsigned 64-bit numbers."""
-    return not values or (min(values) >= 0 and max(values) < UNSIGNED_END)
+    try:
+        array("Q", values)
+    except OverflowError:
+        return False
+    return True
