@@ -26,6 +26,8 @@ call can succeed later without anything else being changed.
 
 from __future__ import annotations
 
+from typing import Final
+
 from transfer.typed_error import TypedError
 
 
@@ -60,6 +62,13 @@ class MasterRefused(KVStoreError):
         return f"store master refused {self.operation}: {self.problem}"
 
 
+_OF_TENANTS: Final = {
+    "unknown_tenant": "no master's configuration has it",
+    "wrong_token": "its token is another one",
+    "not_entered": "the masters serve tenants only, and none of theirs was named",
+}
+
+
 class TenantRefused(KVStoreError):
     """The master does not know the tenant (`unknown_tenant`), or its token is another one
     (`wrong_token`), or it wants to know a tenant and none is given (`not_entered`).
@@ -69,7 +78,7 @@ class TenantRefused(KVStoreError):
     reason: str
 
     def _message(self) -> str:
-        return f"tenant {self.tenant!r}: {self.reason}"
+        return f"tenant {self.tenant!r}: {_OF_TENANTS.get(self.reason, self.reason)}"
 
 
 class Fenced(KVStoreError):

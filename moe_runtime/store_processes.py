@@ -75,6 +75,7 @@ def store_master_command(shard: int, host: str, port: int, **options: object) ->
             port=port,
             standby=masters.etcd.enabled,
             rebuild_s=masters.rebuild_s,
+            shard=shard,
         )
         stack.enter_context(server)
         if masters.etcd.enabled:

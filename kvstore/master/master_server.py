@@ -23,6 +23,7 @@ from kvstore.events.event_log import EventLog
 from kvstore.events.publisher import EventPublisher
 from kvstore.master.books.tenants import TenantRule
 from kvstore.master.store_master import MasterTiming, StoreMaster
+from kvstore.shards.plan import shard_of
 from kvstore.wire import messages as m
 from kvstore.wire.envelope import Answer, seal
 from transfer.control import RpcServer
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WHAT_IS_HELD: Final = (m.Register, m.Hold)
+_OF_KEYS: Final = (m.Lookup, m.Allocate, m.Store, m.Exists)
 _WHO_MAY_WRITE: Final = (m.Register, m.Settled, m.Leave, m.Fence)
 
 
@@ -49,6 +51,8 @@ class MasterServer:
         standby: Wait for `lead`.
         rebuild_s: How long after its start nodes may be telling it still what they hold; 0 where
             the pool starts with it.
+        shard: Its number among the masters of the configuration, to refuse who takes it for
+            another; None: it does not look.
     """
 
     def __init__(
@@ -61,11 +65,13 @@ class MasterServer:
         clock: Callable[[], float] = time.monotonic,
         standby: bool = False,
         rebuild_s: float = 0.0,
+        shard: int | None = None,
     ) -> None:
         self._config = config
         self._secret = secret
         self._standby = standby
         self._rebuild_s = rebuild_s
+        self._shard = shard
         self._clock = clock
         self._lock = threading.Lock()  # the server's thread, and whoever calls the methods below
         self._term = 0
@@ -172,6 +178,10 @@ class MasterServer:
             if now >= self._leads_until_s:
                 refused = m.Refused(m.RefusalReason.NOT_LEADING, f"{self.address} stands by")
                 return seal(Answer(reply=refused, term=self._term))
+            problem = self._misdirected(request)
+            if problem is not None:
+                refused = m.Refused(m.RefusalReason.WRONG_SHARD, problem)
+                return seal(Answer(reply=refused, term=self._term))
             reply = self._stepped(request, now)
             answer = Answer(
                 reply=reply,
@@ -180,6 +190,23 @@ class MasterServer:
                 settling=now < self._settled_s,
             )
             return seal(answer)
+
+    def _misdirected(self, request: m.Request) -> str | None:
+        """Say what is wrong if the first key of a request is another master's.
+
+        What is stored with the wrong master is found by nobody who knows them all. One key of each
+        request is enough to tell a list of masters that is too short, or in another order.
+        """
+        num_shards = self._config.masters.num_shards
+        if self._shard is None or num_shards == 1 or not isinstance(request, _OF_KEYS):
+            return None
+        keys = [request.key] if isinstance(request, m.Store) else request.keys
+        if not keys or (shard := shard_of(keys[0], num_shards)) == self._shard:
+            return None
+        return (
+            f"key {keys[0].hex()} is of master {shard} of {num_shards}, this is master"
+            f" {self._shard}: who asks must know all of them, in their order"
+        )
 
     def _step(self, request: m.Request) -> m.Reply:
         with self._lock:

@@ -57,6 +57,7 @@ class RefusalReason(StrEnum):
     WRONG_TOKEN = "wrong_token"
     NOT_ENTERED = "not_entered"  # this master does not know the client's tenant: enter again
     UNKNOWN_NODE = "unknown_node"
+    WRONG_SHARD = "wrong_shard"  # the keys are another master's
     NOT_LEADING = "not_leading"  # another master leads this shard, or nobody does: ask elsewhere
 
 

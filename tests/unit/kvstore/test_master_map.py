@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from configs.schema import KVStoreConfig
-from kvstore import MasterServer, MasterUnavailable
+from kvstore import MasterRefused, MasterServer, MasterUnavailable
 from kvstore.client.master_map import MasterMap
 from kvstore.discovery.directory import StaticMasters
 from kvstore.errors import StoreClosed
@@ -226,3 +226,37 @@ def test_who_is_closed_says_so_instead_of_blaming_the_masters(num_shards):
                 masters.map.ask(request, reply)
             assert not caught.value.retryable
         assert time.monotonic() - started_s < WAIT_S / 2
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_who_does_not_know_all_masters_in_their_order_is_refused(stack):
+    config = KVStoreConfig(masters={"addresses": ("a:1", "b:1")}, request_timeout_s=WAIT_S)
+    servers = [
+        stack.enter_context(MasterServer(config, secret=SECRET, shard=shard)) for shard in range(2)
+    ]
+    addresses = [server.address for server in servers]
+    keys = {shard: next(k for k in fresh_keys(99) if shard_of(k, 2) == shard) for shard in range(2)}
+
+    def present(masters: list[str], key: bytes) -> list[bool]:
+        pool = MasterMap(StaticMasters(masters), config, secret=SECRET, identity=key.hex())
+        stack.callback(pool.close)
+        return pool.ask(m.Exists([key]), m.Present).flags
+
+    for key in keys.values():
+        assert present(addresses, key) == [False]
+        with pytest.raises(MasterRefused, match="must know all of them") as caught:
+            present(addresses[::-1], key)
+        assert caught.value.reason == "wrong_shard"
+    assert present(addresses[:1], keys[0]) == [False]
+    with pytest.raises(MasterRefused, match="is of master 1 of 2, this is master 0"):
+        present(addresses[:1], keys[1])
+    store = m.Store(client="me", batch=1, key=keys[1], length=1, checksum=1, following=2)
+    pool = MasterMap(StaticMasters(addresses[:1]), config, secret=SECRET, identity="short")
+    stack.callback(pool.close)
+    with pytest.raises(MasterRefused, match="this is master 0"):
+        pool.ask(store, m.Stored)
