@@ -138,6 +138,7 @@ class Coordinator:
 
         Raises:
             JoinTimeout: No view with this process could be committed.
+            StoreUnavailable: The store did not answer all the while (retryable).
             Evicted: It was committed, and another removed this process again.
         """
         if not self._identity.address:
@@ -166,7 +167,8 @@ class Coordinator:
         Raises:
             Evicted: The next view does not contain this process.
             AgreementTimeout: No view could be agreed on or installed.
-            StoreUnavailable: The store does not answer. The call may be repeated.
+            StoreUnavailable: The store did not answer in all the time that a view change may take.
+                The call may be repeated.
         """
         view = self._machine.view
         assert view is not None, "join() first"
@@ -263,6 +265,8 @@ class Coordinator:
         while not self._try_finish(epoch):
             self._check_not_stopped()
             if self._clock() - started > limit_s:
+                if self._effects.silence is not None:
+                    raise self._effects.silence
                 raise AgreementTimeout(
                     epoch=self._machine.epoch,
                     phase=str(self._machine.phase),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from elastic.errors import StoreUnavailable
 from elastic.inbox import Inbox
 from elastic.links import Links
 from elastic.protocol import (
@@ -23,6 +24,7 @@ from elastic.protocol import (
     Propose,
     ReadRecord,
     RecordRead,
+    RecordUnread,
     Send,
 )
 from elastic.store import MembershipStore
@@ -61,6 +63,7 @@ class Effects:
     Attributes:
         installed: The view installed last.
         committed_at: When this process learned of the view adopted last.
+        silence: Why the store did not answer when it was asked last; None: it did.
     """
 
     def __init__(
@@ -81,22 +84,21 @@ class Effects:
         self._clock = clock
         self.installed: View | None = None
         self.committed_at = 0.0
+        self.silence: StoreUnavailable | None = None
 
     def perform(self, instruction: Instruction) -> Event | None:
         """Do it; return the event that answers it, if one does.
 
+        A store that does not answer is no error here: the machine asks again.
+
         Raises:
-            StoreUnavailable: The store does not answer.
             Whatever the member raises.
         """
         match instruction:
             case Send(to, message):
                 self._links.send(to, message)
-            case ReadRecord():
-                return RecordRead(self._store.read())
-            case Propose(view):
-                stored = self._store.compare_and_set(view.epoch - 1, view)
-                return ProposalAnswered(view, stored)
+            case ReadRecord() | Propose():
+                return self._ask_store(instruction)
             case Fence(incarnations, reason):
                 self._links.fence(incarnations, reason)
             case Adopt(view):
@@ -113,6 +115,27 @@ class Effects:
                 self._inbox.follow(view, self._incarnation)
                 logger.info("%s by epoch %d", "left" if asked else "evicted", view.epoch)
         return None
+
+    def _ask_store(self, instruction: ReadRecord | Propose) -> Event | None:
+        try:
+            answer: Event = (
+                RecordRead(self._store.read())
+                if isinstance(instruction, ReadRecord)
+                else ProposalAnswered(
+                    instruction.view,
+                    self._store.compare_and_set(instruction.view.epoch - 1, instruction.view),
+                )
+            )
+        except StoreUnavailable as error:
+            if self.silence is None:
+                logger.warning("no view can change until the store answers: %s", error)
+            self.silence = error
+            # A proposal is made again anyway.
+            return RecordUnread() if isinstance(instruction, ReadRecord) else None
+        if self.silence is not None:
+            logger.info("the store answers again")
+        self.silence = None
+        return answer
 
     def _adopt(self, view: View) -> None:
         self._inbox.follow(view, self._incarnation)

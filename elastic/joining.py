@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastic import plan
-from elastic.errors import JoinTimeout
+from elastic.errors import JoinTimeout, StoreUnavailable
 from elastic.links import Links
 from elastic.messages import Abort
 from elastic.protocol import ProposalAnswered, RecordRead
@@ -109,24 +109,35 @@ class Joining:
 
         Raises:
             JoinTimeout: It did not work before the deadline.
-            StoreUnavailable: The store does not answer.
+            StoreUnavailable: The store does not answer, then.
         """
         self._started = self._clock()
-        self._store.register(self._identity)
+        registered = False
         while True:
-            view = self._store.read()
-            if view is not None and view.named(self._identity.incarnation) is not None:
-                return RecordRead(view)
-            answer = self._start_group() if view is None else self._enter(view)
-            if answer is not None:
-                return answer
+            silence = None
+            try:
+                if not registered:
+                    self._store.register(self._identity)
+                    registered = True
+                if (answer := self._attempt()) is not None:
+                    return answer
+            except StoreUnavailable as error:
+                silence, self._obstacle = error, str(error)
             waited_s = self._clock() - self._started
             if waited_s > 2 * self._timeout_s:
+                if silence is not None:
+                    raise silence
                 raise JoinTimeout(
                     rank=self._identity.rank, waited_s=waited_s, obstacle=self._obstacle
                 )
             self._check()
             time.sleep(POLL_INTERVAL_S)
+
+    def _attempt(self) -> RecordRead | ProposalAnswered | None:
+        view = self._store.read()
+        if view is not None and view.named(self._identity.incarnation) is not None:
+            return RecordRead(view)
+        return self._start_group() if view is None else self._enter(view)
 
     def _start_group(self) -> RecordRead | ProposalAnswered | None:
         candidates = self._candidates(frozenset())

@@ -43,6 +43,7 @@ from elastic.protocol import (
     ReadRecord,
     Received,
     RecordRead,
+    RecordUnread,
     Send,
     Suspected,
     Tick,
@@ -281,6 +282,11 @@ class Membership:
     def _on_record_read(self, event: RecordRead, now: float) -> list[Instruction]:
         return [] if event.view is None else self._adopt(event.view, now)
 
+    def _on_record_unread(self, event: RecordUnread, now: float) -> list[Instruction]:
+        if self.phase in INSIDE:
+            self._read_at = now + self.timing.retry_s
+        return []
+
     def _on_leave_asked(self, event: LeaveAsked, now: float) -> list[Instruction]:
         assert self.view is not None
         self._leaving = True
@@ -374,6 +380,7 @@ class Membership:
         OwnStall: _on_own_stall,
         Received: _on_received,
         RecordRead: _on_record_read,
+        RecordUnread: _on_record_unread,
         ProposalAnswered: _on_proposal_answered,
         Prepared: _on_prepared,
         Loaded: _on_loaded,

@@ -27,7 +27,7 @@ class Timing:
         install_s: Deadline for all members to be ready for a view.
         first_install_s: The same for the first view, when everybody loads everything.
         quiet_s: After an own stall, deadlines accuse nobody for this long.
-        retry_s: Pause before a proposal that got no answer is made again.
+        retry_s: Pause before the store is asked again what it did not answer.
     """
 
     gather_s: float = 0.002
@@ -78,6 +78,11 @@ class RecordRead:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordUnread:
+    """The store did not answer `ReadRecord`: it is to be asked again."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProposalAnswered:
     """The store's answer to `Propose`: won if `stored` equals `proposed`."""
 
@@ -116,6 +121,7 @@ Event = (
     | OwnStall
     | Received
     | RecordRead
+    | RecordUnread
     | ProposalAnswered
     | Prepared
     | Loaded

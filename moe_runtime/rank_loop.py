@@ -80,6 +80,7 @@ class RankLoop:
         self._idle_interval_s = idle_interval_s
         self._dispatch_load = dispatch_load
         self._epoch = view.epoch
+        self._members = view.incarnations
         self._next_load = 0.0
         self._leaving = False
         self._stopping = False
@@ -114,14 +115,18 @@ class RankLoop:
             except Interrupted:
                 continue  # a view change is waiting in the coordinator: `poll` performs it
             except PassFailed as failure:
-                logger.warning("pass given up: %s", failure)
                 self._counters["passes_aborted"] += 1
-                self._adopt(self._coordinator.report(failure.suspects, failure.evidence))
+                view = self._coordinator.report(failure.suspects, failure.evidence)
+                # Others of a planned change may go on first, and end a pass that nobody failed in.
+                is_planned = self._members <= view.incarnations
+                level = logging.INFO if is_planned else logging.WARNING
+                logger.log(level, "pass given up, epoch %d follows: %s", view.epoch, failure)
+                self._adopt(view)
 
     def _adopt(self, view: View | None) -> None:
         if view is None:
             return
-        self._epoch = view.epoch
+        self._epoch, self._members = view.epoch, view.incarnations
         self._next_load = 0.0
         change = self._coordinator.last_change
         if change is not None:

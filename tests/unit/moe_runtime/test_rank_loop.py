@@ -58,13 +58,14 @@ class Coordinator:
 
     def __init__(self):
         self.reports, self.left = [], False
+        self.following = frozenset("a")  # who is in the view after a report
 
     def poll(self):
         return None
 
     def report(self, suspects, evidence):
         self.reports.append((suspects, evidence))
-        return SimpleNamespace(epoch=7)
+        return SimpleNamespace(epoch=7, incarnations=self.following)
 
     def leave(self):
         self.left = True
@@ -118,7 +119,7 @@ class Loop:
         )
         self.loop = RankLoop(
             incarnation="ab",
-            view=SimpleNamespace(epoch=3),
+            view=SimpleNamespace(epoch=3, incarnations=frozenset("ab")),
             engine=self.engine,
             coordinator=self.coordinator,
             dispatcher=SimpleNamespace(
@@ -216,6 +217,20 @@ def test_a_pass_that_fails_has_no_effect(faults):
     if failures:
         loads = [m for m in rank.link.sent if isinstance(m, Load)]
         assert [load.epoch for load in loads][:2] == [3, 7], "told at once of the new view"
+
+
+@pytest.mark.parametrize(
+    ("following", "level"), [("a", "WARNING"), ("ab", "INFO"), ("abc", "INFO")]
+)
+def test_a_pass_that_a_planned_change_ends_is_nothing_to_warn_of(caplog, following, level):
+    rank = Loop()
+    rank.coordinator.following = frozenset(following)
+    rank.model.faults.extend([None, lost()])
+    with caplog.at_level("INFO", logger="moe_runtime.rank_loop"):
+        rank.run(submit("a", [1, 2, 3], 6))
+    assert rank.tokens("a") == continuation([1, 2, 3], 6)
+    found = [r.levelname for r in caplog.records if "pass given up" in r.getMessage()]
+    assert found == [level]
 
 
 def test_logits_without_a_distribution_end_one_request_only():
