@@ -59,7 +59,11 @@ class RemoteAdmin:
         self._url = url.rstrip("/")
         verify: bool | ssl.SSLContext = True
         if authority is not None:
-            verify = ssl.create_default_context(cafile=str(authority))
+            try:
+                verify = ssl.create_default_context(cafile=str(authority))
+            except OSError as error:  # ssl's are some too
+                problem = f"{authority} holds no certificate: {error}"
+                raise AdminUnavailable(url=url, problem=problem) from error
         try:
             self._client = httpx.Client(
                 base_url=self._url,
@@ -134,6 +138,8 @@ class RemoteAdmin:
             answer = self._client.request(method, PREFIX + path, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             detail = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, httpx.RemoteProtocolError) and self._url.startswith("http:"):
+                detail += " (is it an https: service?)"
             raise AdminUnavailable(url=self._url, problem=detail) from error
         try:
             if answer.is_success:

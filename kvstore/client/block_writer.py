@@ -182,7 +182,7 @@ class BlockWriter:
             result.unsettled += rows
 
     def _lose(self, where: NodeAddress, error: Exception, result: WriteResult) -> None:
-        logger.info("blocks for %s not written: %s", where.node, error)
+        logger.warning("blocks for %s not written: %s", where.node, error)
         self._segments.forget(where.node)
         result.lost_nodes.append(where.node)
 

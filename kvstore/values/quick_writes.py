@@ -382,7 +382,7 @@ class QuickWrites:
                 logger.warning("%s remembers %s: %s", place.where.node, key.hex(), again)
 
     def _lose(self, place: ReservedPlace, error: Exception) -> None:
-        logger.info("not written to %s: %s", place.where.node, error)
+        logger.warning("not written to %s: %s", place.where.node, error)
         self._segments.forget(place.where.node)
         self._core.record.shun([place.where.node])
 

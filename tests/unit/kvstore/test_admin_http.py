@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -240,3 +242,22 @@ def test_an_unchecked_configuration_does_not_listen_either(tmp_path):
     with pytest.raises(ValueError, match="loopback"):
         server.open()
     server.close()
+
+
+def test_what_is_wrong_with_the_way_to_the_service_is_named(tmp_path):
+    no_certificate = token_file(tmp_path)
+    with pytest.raises(AdminUnavailable, match=re.escape(f"{no_certificate} holds no cert")):
+        RemoteAdmin("https://127.0.0.1:1", token=TOKEN, authority=no_certificate)
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # hangs up, as a TLS service does
+
+        def hang_up() -> None:
+            with listener.accept()[0] as caller:
+                caller.recv(1 << 16)
+
+        hanging_up = threading.Thread(target=hang_up)
+        hanging_up.start()
+        url = "http://127.0.0.1:{}".format(listener.getsockname()[1])
+        admin = RemoteAdmin(url, token=TOKEN)
+        with admin, pytest.raises(AdminUnavailable, match="https: service"):
+            admin.status()
+        hanging_up.join()

@@ -230,3 +230,14 @@ def test_places_that_are_in_doubt_are_given_to_nobody_else(stack, monkeypatch):
             assert offset + nbytes <= start or offset >= end
     pool.store.client.release(hit)
     pool.master.check_invariants()
+
+
+def test_why_a_put_failed_is_in_the_log(stack, monkeypatch, caplog):
+    pool = Pool(stack, nodes=1)
+    writer = Writer(stack, pool, monkeypatch, lambda node: True)
+    outcomes, _ = writer.put(fresh_keys(), timeout_s=1.0)
+    assert set(outcomes) == {PutOutcome.FAILED}
+    assert writer.refused
+    (told, *_) = [record for record in caplog.records if "not written" in record.getMessage()]
+    assert told.levelname == "WARNING"
+    assert "cut off" in told.getMessage()
