@@ -155,6 +155,24 @@ def check_messages(
     check_buffer(messages, device)
 
 
+def message_tables(
+    routed: Routed, slots: ExpertSlots, header: torch.Tensor, offsets: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return what a kernel reads that writes dispatch messages, in the order it takes them in."""
+    return (
+        header.view(torch.int32),
+        offsets,
+        slots.slot_bounds,
+        routed.counts,
+        routed.choice_bounds,
+        routed.row_bounds,
+        routed.choice_rows,
+        routed.places,
+        routed.targets,
+        routed.token_rows,
+    )
+
+
 def check_buffer(messages: torch.Tensor, device: torch.device) -> None:
     """Accept a buffer of messages, whose parts all begin at multiples of 64 bytes.
 

@@ -17,6 +17,7 @@ from dispatch.kernels.fp8 import GROUPS, ScaleFormat, num_groups, quantise_torch
 from dispatch.kernels.language import cdiv, jit, launch, power_of_two, tl
 from dispatch.kernels.message_parts import (
     check_messages,
+    message_tables,
     round_up,
     row_targets,
     scales_offset,
@@ -127,14 +128,9 @@ def pack_fp8(
     check_messages(routed, slots, header, messages, offsets, x.device)
     if not runs_kernel(x.device, converts_fp8=True):
         return pack_fp8_torch(
-            x,
-            routed,
-            slots,
-            header=header,
-            messages=messages,
-            offsets=offsets,
+            x, routed, slots, header=header, messages=messages, offsets=offsets,
             scale_format=scale_format,
-        )
+        )  # fmt: skip
     (num_tokens, hidden), topk = x.shape, routed.places.shape[1]
     groups = num_groups(hidden)
     num_bytes = torch.empty_like(offsets)
@@ -145,16 +141,7 @@ def pack_fp8(
         messages.view(torch.int32),
         messages,
         num_bytes,
-        header.view(torch.int32),
-        offsets,
-        slots.slot_bounds,
-        routed.counts,
-        routed.choice_bounds,
-        routed.row_bounds,
-        routed.choice_rows,
-        routed.places,
-        routed.targets,
-        routed.token_rows,
+        *message_tables(routed, slots, header, offsets),
         num_tokens,
         hidden,
         groups,

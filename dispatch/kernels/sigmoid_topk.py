@@ -150,25 +150,13 @@ def sigmoid_topk(
     device = router_logits.device
     if bias is not None:
         check_operand("bias", bias, (num_experts,), (torch.float32,), device=device)
-    check_range("num_groups", num_groups, 1, num_experts)
-    if num_experts % num_groups:
-        raise InputInvalid(
-            name="num_groups", observed=str(num_groups), expected=f"a divisor of {num_experts}"
-        )
-    check_range("topk_groups", topk_groups, 1, num_groups)
-    check_range("topk", topk, 1, num_experts // num_groups * topk_groups)
+    _check_groups(num_experts, num_groups, topk_groups, topk)
     check_member("id_dtype", id_dtype, IDS)
     if not runs_kernel(device):
         return sigmoid_topk_torch(
-            router_logits,
-            topk,
-            bias=bias,
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            renormalise=renormalise,
-            scale=scale,
-            id_dtype=id_dtype,
-        )
+            router_logits, topk, bias=bias, num_groups=num_groups, topk_groups=topk_groups,
+            renormalise=renormalise, scale=scale, id_dtype=id_dtype,
+        )  # fmt: skip
     ids, weights = new_choice(router_logits, topk, id_dtype)
     launch(
         _sigmoid_topk_kernel,
@@ -194,6 +182,17 @@ def sigmoid_topk(
         num_warps=2,
     )
     return ids, weights
+
+
+def _check_groups(num_experts: int, num_groups: int, topk_groups: int, topk: int) -> None:
+    """Accept groups of one size, and no more choices than there are experts in `topk_groups`."""
+    check_range("num_groups", num_groups, 1, num_experts)
+    if num_experts % num_groups:
+        raise InputInvalid(
+            name="num_groups", observed=str(num_groups), expected=f"a divisor of {num_experts}"
+        )
+    check_range("topk_groups", topk_groups, 1, num_groups)
+    check_range("topk", topk, 1, num_experts // num_groups * topk_groups)
 
 
 def sigmoid_topk_torch(

@@ -33,7 +33,48 @@ class MasterDirectory(Protocol):
         """Tell it nothing more."""
 
 
-class StaticMasters:
+class KnownMasters:
+    """A directory of what it was told last. Thread-safe."""
+
+    def __init__(self, num_shards: int) -> None:
+        self._lock: Final = threading.RLock()  # held while listeners are told: changes in order
+        self._records = [MasterRecord(shard=shard) for shard in range(num_shards)]
+        self._listeners: list[Listener] = []
+
+    @property
+    def num_shards(self) -> int:
+        """How many masters share the keys."""
+        return len(self._records)
+
+    def masters(self) -> tuple[MasterRecord, ...]:
+        """Who leads each shard, as far as is known."""
+        with self._lock:
+            return tuple(self._records)
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell this listener each change."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell it nothing more."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    def _enter(self, record: MasterRecord) -> bool:
+        """Enter a record unless one of a later term is there; tell if that changed anything."""
+        with self._lock:
+            known = self._records[record.shard]
+            if record == known or record.term < known.term:
+                return False
+            self._records[record.shard] = record
+            for listener in tuple(self._listeners):
+                listener(record)
+            return True
+
+
+class StaticMasters(KnownMasters):
     """Masters at addresses that are known. Thread-safe.
 
     Args:
@@ -44,25 +85,8 @@ class StaticMasters:
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self._board = Board(len(addresses))
+        super().__init__(len(addresses))
         self.move(addresses)
-
-    @property
-    def num_shards(self) -> int:
-        """How many masters share the keys."""
-        return len(self._board.records)
-
-    def masters(self) -> tuple[MasterRecord, ...]:
-        """Who leads each shard."""
-        return self._board.records
-
-    def subscribe(self, listener: Listener) -> None:
-        """Tell this listener when a master moves."""
-        self._board.subscribe(listener)
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Tell it nothing more."""
-        self._board.unsubscribe(listener)
 
     def move(self, addresses: Sequence[str]) -> None:
         """The masters are there from now on.
@@ -75,44 +99,7 @@ class StaticMasters:
         if len(addresses) != self.num_shards:
             raise ValueError(f"{self.num_shards} shards, but {len(addresses)} addresses")
         for shard, address in enumerate(addresses):
-            self._board.post(MasterRecord(shard=shard, address=address))
-
-
-class Board:
-    """The records of all shards, and their readers. Thread-safe."""
-
-    def __init__(self, num_shards: int) -> None:
-        self._lock: Final = threading.RLock()  # held while listeners are told: changes in order
-        self._records = [MasterRecord(shard=shard) for shard in range(num_shards)]
-        self._listeners: list[Listener] = []
-
-    @property
-    def records(self) -> tuple[MasterRecord, ...]:
-        """All records now."""
-        with self._lock:
-            return tuple(self._records)
-
-    def post(self, record: MasterRecord) -> bool:
-        """Enter a record unless one of a later term is there; tell if that changed anything."""
-        with self._lock:
-            known = self._records[record.shard]
-            if record == known or record.term < known.term:
-                return False
-            self._records[record.shard] = record
-            for listener in tuple(self._listeners):
-                listener(record)
-            return True
-
-    def subscribe(self, listener: Listener) -> None:
-        """Tell this listener each change."""
-        with self._lock:
-            self._listeners.append(listener)
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Tell it nothing more."""
-        with self._lock:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
+            self._enter(MasterRecord(shard=shard, address=address))
 
 
 def as_directory(masters: str | Sequence[str] | MasterDirectory) -> MasterDirectory:

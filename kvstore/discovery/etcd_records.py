@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvstore.discovery.directory import Board, Listener
+from kvstore.discovery.directory import KnownMasters
 from kvstore.discovery.etcd import EtcdEntry, EtcdGateway
 from kvstore.errors import EtcdUnavailable
 from kvstore.wire.standing import MasterRecord
@@ -122,7 +122,7 @@ class EtcdWatch:
                 return
 
 
-class EtcdMasters:
+class EtcdMasters(KnownMasters):
     """The masters as etcd names them: a directory. Thread-safe.
 
     Args:
@@ -131,7 +131,7 @@ class EtcdMasters:
     """
 
     def __init__(self, config: EtcdConfig, num_shards: int) -> None:
-        self._board = Board(num_shards)
+        super().__init__(num_shards)
         self._prefix = masters_prefix(config.prefix)
         self._watch = EtcdWatch(config, self._prefix, self._take)
 
@@ -150,23 +150,6 @@ class EtcdMasters:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @property
-    def num_shards(self) -> int:
-        """How many masters share the keys."""
-        return len(self._board.records)
-
-    def masters(self) -> tuple[MasterRecord, ...]:
-        """Who leads each shard, as far as is known."""
-        return self._board.records
-
-    def subscribe(self, listener: Listener) -> None:
-        """Tell this listener each change."""
-        self._board.subscribe(listener)
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Tell it nothing more."""
-        self._board.unsubscribe(listener)
-
     def _take(self, entry: EtcdEntry) -> None:
         if entry.value is None:
             return  # nobody leads now; the last who did is asked until another does
@@ -179,5 +162,5 @@ class EtcdMasters:
         if not 0 <= shard < self.num_shards:
             logger.warning("etcd: shard %s of %s", shard, self.num_shards)
             return
-        if self._board.post(MasterRecord(shard=shard, address=address, term=entry.revision)):
+        if self._enter(MasterRecord(shard=shard, address=address, term=entry.revision)):
             logger.info("shard %s is led from %s, term %s", shard, address, entry.revision)
