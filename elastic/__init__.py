@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from elastic.errors import Stopped as Stopped
     from elastic.errors import StoreKeyMissing as StoreKeyMissing
     from elastic.errors import StoreUnavailable as StoreUnavailable
+    from elastic.expert_server import ExpertServer as ExpertServer
+    from elastic.expert_server import Slabs as Slabs
     from elastic.expert_source import EachExpert as EachExpert
     from elastic.expert_source import ExpertLoader as ExpertLoader
     from elastic.expert_source import ExpertSource as ExpertSource
-    from elastic.peer_experts import ExpertServer as ExpertServer
     from elastic.peer_experts import PeerExpertSource as PeerExpertSource
-    from elastic.peer_experts import Slabs as Slabs
     from elastic.plan import cover_orphans as cover_orphans
     from elastic.plan import with_joiner as with_joiner
     from elastic.store import MembershipStore as MembershipStore
@@ -44,7 +44,7 @@ _HOME = {
     "Evicted": "errors",
     "ExpertLoader": "expert_source",
     "EachExpert": "expert_source",
-    "ExpertServer": "peer_experts",
+    "ExpertServer": "expert_server",
     "ExpertSource": "expert_source",
     "ExpertsUnavailable": "errors",
     "GroupMember": "effects",
@@ -57,7 +57,7 @@ _HOME = {
     "RecordInvalid": "errors",
     "RestartsExhausted": "errors",
     "Role": "view",
-    "Slabs": "peer_experts",
+    "Slabs": "expert_server",
     "Stopped": "errors",
     "StoreKeyMissing": "errors",
     "StoreUnavailable": "errors",

@@ -21,8 +21,8 @@ from transfer import TransferError, allocate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from elastic.expert_server import Slabs
     from elastic.expert_source import ExpertId
-    from elastic.peer_experts import Slabs
     from kvstore import StoreClient
     from moe_runtime.models.experts import ExpertBank
     from transfer import Memory, Region, TransferEngine

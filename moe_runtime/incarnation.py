@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from dispatch import DispatchLayout, TransferDispatcher
 from elastic import Coordinator, ElasticError, ExpertLoader, Member, Role, Stopped
+from elastic.expert_server import ExpertServer, Slabs
 from elastic.expert_source import EachExpert
-from elastic.peer_experts import ExpertServer, PeerExpertSource, Slabs
+from elastic.peer_experts import PeerExpertSource
 from kvstore import KVStoreError
 from moe_runtime.dispatch_load import DispatchLoad
 from moe_runtime.front_link import FrontLink

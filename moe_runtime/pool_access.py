@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from configs.schema import RuntimeConfig
     from elastic import ExpertSource
-    from elastic.peer_experts import Slabs
+    from elastic.expert_server import Slabs
     from kvstore.discovery.directory import MasterDirectory
     from moe_runtime.incarnation import Surroundings, Weights
     from transfer import TransferEngine

@@ -153,12 +153,7 @@ def grouped_gemm(
         device=rows.device,
         EXPERTS=power_of_two(num_experts),
         WHOLE_K=depth % tiles.block_k == 0,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        GROUP_M=tiles.group_m,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options(),
     )
     return out
 

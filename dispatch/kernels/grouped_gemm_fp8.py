@@ -169,12 +169,7 @@ def grouped_gemm_fp8(
         device=device,
         EXPERTS=power_of_two(num_experts),
         WHOLE_K=depth % FP8_BLOCK == 0,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        GROUP_M=tiles.group_m,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options(),
     )
     return out
 

@@ -67,6 +67,17 @@ class GemmTiles:
         m_tiles = num_rows // self.block_m + min(num_experts, num_rows)
         return m_tiles * cdiv(num_columns, self.block_n)
 
+    def options(self) -> dict[str, int]:
+        """What a launch is told of these sizes."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
 
 def architecture(device: torch.device) -> Architecture:
     """Return what a device is; for a CPU what its interpreter stands for."""

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from configs.schema import TransferConfig
+from elastic.expert_server import ExpertServer, Slabs
 from elastic.expert_source import EachExpert, ExpertId, ExpertLoader, place_of
-from elastic.peer_experts import ExpertServer, PeerExpertSource, Slabs
+from elastic.peer_experts import PeerExpertSource
 from tests.support.small_bank import SmallBank, bytes_of
 from transfer import PeerLost, Transfer, TransferEngine, TransferError, allocate
 

@@ -23,8 +23,9 @@ from configs.schema import ElasticConfig, TransferConfig
 from elastic.agent import incarnation_of_this_process
 from elastic.coordinator import Coordinator
 from elastic.errors import Evicted
+from elastic.expert_server import ExpertServer, Slabs
 from elastic.expert_source import EachExpert, ExpertLoader, place_of
-from elastic.peer_experts import ExpertServer, PeerExpertSource, Slabs
+from elastic.peer_experts import PeerExpertSource
 from elastic.store import TCPStoreMembership
 from elastic.view import Member, Role, View
 from tests.support.small_bank import SmallBank, bytes_of

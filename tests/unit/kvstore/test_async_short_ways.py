@@ -8,7 +8,6 @@ import random
 import secrets
 import threading
 import time
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -16,17 +15,11 @@ import pytest
 from configs.schema import TransferBackend, TransferConfig
 from kvstore import AsyncStore, MasterServer, MasterUnavailable, PutOutcome, RegionPiece
 from kvstore.client.near_question import NearQuestion
-from tests.support.engines import eventually
 from tests.support.store_pool import WAIT_S, Pool
+from tests.support.waits import eventually
 from transfer import allocate
 
 STORED, EXISTS, CONFLICT = PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.CONFLICT
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 class Asked:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from elastic.peer_experts import Slabs
+from elastic.expert_server import Slabs
 from moe_runtime.expert_backup import ExpertBackup
 from moe_runtime.models.experts import ExpertBank
 from tests.support.pool_member import WAIT_S, start_pool
