@@ -256,7 +256,7 @@ def test_what_is_wrong_with_the_way_to_the_service_is_named(tmp_path):
 
         hanging_up = threading.Thread(target=hang_up)
         hanging_up.start()
-        url = "http://127.0.0.1:{}".format(listener.getsockname()[1])
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         admin = RemoteAdmin(url, token=TOKEN)
         with admin, pytest.raises(AdminUnavailable, match="https: service"):
             admin.status()

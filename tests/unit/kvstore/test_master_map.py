@@ -228,12 +228,6 @@ def test_who_is_closed_says_so_instead_of_blaming_the_masters(num_shards):
         assert time.monotonic() - started_s < WAIT_S / 2
 
 
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
 def test_who_does_not_know_all_masters_in_their_order_is_refused(stack):
     config = KVStoreConfig(masters={"addresses": ("a:1", "b:1")}, request_timeout_s=WAIT_S)
     servers = [
