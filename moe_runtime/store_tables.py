@@ -56,12 +56,16 @@ def master_table(report: PoolReport) -> Table:
     table = _table(
         ("master", ""),
         *((name, _NUMERIC) for name in ("blocks", "leases", "open puts", "stored", "evicted")),
+        ("no space", _NUMERIC),
         *((name, _NUMERIC) for name in ("corrupt", "lost", "quarantined")),
         ("problem", ""),
     )
-    names = ("blocks", "leases", "open_puts", "stored_blocks", "evicted_blocks", "corrupt_blocks")
+    names = (
+        *("blocks", "leases", "open_puts", "stored_blocks", "evicted_blocks", "no_space_blocks"),
+        *("corrupt_blocks", "lost_blocks"),
+    )
     for master in report.masters:
-        figures = [str(master.figures.get(name, "-")) for name in (*names, "lost_blocks")]
+        figures = [str(master.figures.get(name, "-")) for name in names]
         quarantined = master.figures.get("quarantined_bytes")
         table.add_row(
             master.address,

@@ -70,6 +70,14 @@ LOOKUPS: Final = _counter(
 CHANGES: Final = _counter(
     "moe_kvstore_block_changes", "What happened to copies of blocks.", "master", "change"
 )
+REFUSALS: Final = _counter(
+    "moe_kvstore_put_refusals",
+    "Blocks of puts that got no place, as often as they were asked for.",
+    "master",
+    "reason",
+)
+# `<reason>_blocks` of `MasterStatistics`.
+REFUSAL_REASONS: Final = ("no_space", "too_large", "over_quota")
 LOOKUP_OUTCOMES: Final = ("hit", "missed")
 # `<change>_blocks` of `MasterStatistics`.
 CHANGE_WORDS: Final = (
@@ -114,6 +122,7 @@ METRICS: Final = (
     STATE_BYTES,
     LOOKUPS,
     CHANGES,
+    REFUSALS,
     *SEGMENT_GAUGES.values(),
     TENANT_BYTES,
     TENANT_QUOTA,
@@ -121,6 +130,13 @@ METRICS: Final = (
     NODE_EVENTS,
     NODE_SUSPENDED,
 )
+
+
+_WORDS: Final = {
+    LOOKUPS: LOOKUP_OUTCOMES,
+    CHANGES: CHANGE_WORDS,
+    REFUSALS: REFUSAL_REASONS,
+}
 
 
 class MasterCollector(Collector):
@@ -146,7 +162,7 @@ class MasterCollector(Collector):
         for name, spec in MEDIUM_GAUGES.items():
             yield _family(spec, answered, {f"{medium}_{name}": (medium,) for medium in MEDIA})
         yield _family(STATE_BYTES, answered, {f"{state}_bytes": (state,) for state in STATES})
-        for spec, words in ((LOOKUPS, LOOKUP_OUTCOMES), (CHANGES, CHANGE_WORDS)):
+        for spec, words in _WORDS.items():
             yield _family(spec, answered, {f"{word}_blocks": (word,) for word in words})
         segments = {name: spec.family() for name, spec in SEGMENT_GAUGES.items()}
         for segment in report.segments:

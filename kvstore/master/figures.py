@@ -7,7 +7,7 @@ from collections import Counter
 from kvstore.errors import InvariantViolated
 from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.copy_state import COMMITTED, LOST, OPEN, QUARANTINED, RETIRED
-from kvstore.wire.messages import MasterStatistics, Medium, Pin
+from kvstore.wire.messages import MasterStatistics, Medium, Pin, PutOutcome
 
 
 def statistics(catalog: Catalog) -> MasterStatistics:
@@ -45,6 +45,9 @@ def statistics(catalog: Catalog) -> MasterStatistics:
         demoted_blocks=counts["demoted"],
         promoted_blocks=counts["promoted"],
         replicated_blocks=counts["replicated"],
+        no_space_blocks=counts[PutOutcome.NO_SPACE],
+        too_large_blocks=counts[PutOutcome.TOO_LARGE],
+        over_quota_blocks=counts[PutOutcome.OVER_QUOTA],
         segments=len(pool),
         copies=sum(segment.blocks for segment in pool),
         soft_pinned_blocks=len(catalog.pins.soft),

@@ -25,6 +25,7 @@ from kvstore.wire import messages as m
 
 RETRY_S_MIN, RETRY_S_MAX = 0.005, 1.0
 CHUNK_END: Final = 1 << 32
+REFUSALS: Final = (m.PutOutcome.NO_SPACE, m.PutOutcome.TOO_LARGE, m.PutOutcome.OVER_QUOTA)
 NO_CHECKSUM: Final = "a checksum that is not an unsigned 64-bit number"
 
 
@@ -237,6 +238,8 @@ class Writing:
         rows = [row_at(place, -1) if there else -1 for place, there in enumerate(places)]
         nodes, node_idx = self._catalog.pool.name(rows)
         offset = table.offset
+        for refusal in REFUSALS:
+            self._catalog.counts[refusal] += outcomes.count(refusal)
         no_space = m.PutOutcome.NO_SPACE in outcomes
         return m.Allocated(
             outcomes=outcomes,

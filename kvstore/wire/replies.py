@@ -171,6 +171,9 @@ class MasterStatistics(msgspec.Struct, frozen=True, tag="statistics", kw_only=Tr
     demoted_blocks: int = 0
     promoted_blocks: int = 0
     replicated_blocks: int = 0
+    no_space_blocks: int = 0  # asked for and not granted, as often as they were asked for
+    too_large_blocks: int = 0
+    over_quota_blocks: int = 0
 
 
 class BlockList(msgspec.Struct, frozen=True, tag="block_list"):

@@ -43,7 +43,9 @@ def master():
         keys,
         segments=[segment("first"), segment("second", 1)],
         tenants=[m.TenantFigures("team", 1000, 10, 1)],
-        statistics=figures(blocks=5, hit_blocks=3, missed_blocks=1, free_bytes=77),
+        statistics=figures(
+            blocks=5, hit_blocks=3, missed_blocks=1, free_bytes=77, no_space_blocks=9
+        ),
     ) as master:
         yield master
 
@@ -170,6 +172,7 @@ def test_metrics_have_the_documented_names(http, server, master):
     where = f'master="{master.address}"'
     assert f'moe_kvstore_lookups_total{{{where},outcome="hit"}} 3.0' in text
     assert f'moe_kvstore_bytes{{{where},state="free"}} 77.0' in text
+    assert f'moe_kvstore_put_refusals_total{{{where},reason="no_space"}} 9.0' in text
     assert f"moe_kvstore_master_up{{{where}}} 1.0" in text
     assert 'moe_kvstore_tenant_quota_bytes{tenant="team"} 1000.0' in text
     assert 'moe_kvstore_segment_blocks{medium="dram",node="second",segment="1"} 3.0' in text

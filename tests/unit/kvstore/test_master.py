@@ -177,6 +177,14 @@ def test_neither_pinned_nor_leased_blocks_are_evicted(eviction):
     assert scene.there(1, 2, 3, 4) == [1, 2, 4]
     assert scene.put("w", 5, length=3 * BLOCK) == ["no_space"]
     assert scene.there(4) == [4], "nothing is evicted for what cannot fit"
+    assert scene.figures.no_space_blocks == 3
+    assert scene.put("w", 6, 7, length=99 * BLOCK) == ["too_large", "too_large"]
+    figures = scene.figures
+    assert (figures.no_space_blocks, figures.too_large_blocks, figures.over_quota_blocks) == (
+        3,
+        2,
+        0,
+    )
 
 
 def test_a_lease_keeps_removed_bytes_until_it_ends():

@@ -98,7 +98,9 @@ def test_open_and_quarantined_bytes_are_charged():
     assert used(scene, "small") == 2 * BLOCK
     scene.finish("s", unsettled=[0], aborted=[1])
     assert used(scene, "small") == BLOCK
+    refused = scene.figures.over_quota_blocks
     assert scene.put("s", 3, 4, 5) == ["granted", "granted", "over_quota"]
+    assert scene.figures.over_quota_blocks == refused + 1
     assert scene.put("s", 5) == ["granted"]
     assert scene.figures.evicted_blocks == 1
     scene.step(m.Leave("n"))
