@@ -40,6 +40,7 @@
 #include "compiled/copies.c"
 #include "compiled/file_calls.c"
 #include "compiled/stream.c"
+#include "compiled/look.c"
 #include "compiled/courtesy.c"
 #include "compiled/lane.c"
 #include "compiled/progress.c"

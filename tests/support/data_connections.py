@@ -92,6 +92,12 @@ class Rig:
         self._thread = threading.Thread(target=self._run, name="rig")
         self._thread.start()
 
+    @property
+    def ident(self) -> int:
+        """Identity of the server's thread."""
+        assert self._thread.ident is not None
+        return self._thread.ident
+
     def connect(self, pair: Callable[[], tuple] = tcp_pair) -> socket.socket:
         """A raw socket to the server."""
         ours, theirs = pair()

@@ -69,6 +69,10 @@ class Attendance:
         if not self.leader:
             self.watch_all()
 
+    def gives_way(self) -> bool:
+        """Never: a lane in Python is slow as it is."""
+        return False
+
     def watch_all(self) -> None:
         """Have the engine's thread see to it."""
         self._watch(READABLE | (WRITABLE if self.unsent else 0))

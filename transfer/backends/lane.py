@@ -98,6 +98,12 @@ class LaneLike(Protocol):
     def attend(self) -> None:
         """Have the engine's thread see to it, if nobody leads."""
 
+    def gives_way(self) -> bool:
+        """Whether it carries bulk that should leave the core to what is urgent now.
+
+        Then nobody sees to it until `attend`.
+        """
+
     def watch_all(self) -> None:
         """Have the engine's thread see to it."""
 

@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 from transfer.backends.lane import PYTHON, LaneLike, lane_kind, tune
 from transfer.backends.python_lane import Finished
 from transfer.connections.stream import Stream
-from transfer.event_loop import READABLE, EventLoop
+from transfer.event_loop import READABLE, WRITABLE, EventLoop
 from transfer.handle import Transfer
 from transfer.rails.books import LoadLike, make_load
 from transfer.rails.express import Express
@@ -260,6 +260,8 @@ class TcpRail:
 
     def _on_event(self, entry: _Entry, events: int) -> None:
         """The engine's thread: a lane is ready, and nobody leads it (or it has ended)."""
+        if not events & ~(READABLE | WRITABLE) and entry.lane.gives_way():
+            return  # until the next tick
         self._report(self._kind.progress([entry.lane], 0.0), [entry])
         with self._lock:
             if entry in self._entries and not (entry.lane.leader and entry.lane.in_flight):

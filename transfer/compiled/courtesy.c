@@ -1,61 +1,149 @@
 /* Courtesy: how a thread that moves bulk leaves the core to what is urgent.
  *
  * What is urgent lacks not the wire but a core, and where all are busy a thread that was woken
- * waits for its turn: a kernel may let whoever runs finish a time slice of milliseconds first. */
+ * waits for its turn: a kernel may let whoever runs finish a time slice of milliseconds first.
+ *
+ *     urgent, with gaps      u  u  u  u         bulk in the gaps, a short step at a time
+ *     urgent, without        uuuuuuuuuuu|uuuu   bulk in turns: each is met by one of hundreds
+ *
+ * Short steps between all of them would delay one in ten, for as long as a thread takes to leave a
+ * core: most of what bulk costs the others is not its bytes but its coming and going. */
 
-/* Urgent requests of this process without an answer, and when and by whom the last was posted. */
+/* Urgent requests of this process without an answer; how many there were, when the last one was
+ * posted or answered, and who posted it. */
 static int urgent_under_way;
+static unsigned urgent_count;
 static int64_t urgent_at = INT64_MIN / 2;
 static uintptr_t urgent_by;
+static int64_t mean_gap; /* from an answer to the next one that is posted */
 
 /* So long after the last one another is expected (`rails/bulk.py`): steps are short. */
 #define URGENT_MEMORY_NS 20000000
-/* So long it is one of a stream: after each step whoever else wants the core has it for a moment. */
+/* Bulk uses the gaps of a stream that has such. Where it has none it waits for longer ones: they
+ * are accidents, and the next one comes at once. */
+#define GAP_NS 40000
+#define GAP_BEGINS_NS 20000
+#define ACCIDENT_NS 100000
+#define GAP_NS_MAX 1000000
+/* In a stream that has no gaps bulk has a turn after so many of them, or so long, of so many bytes,
+ * and so long: one in hundreds meets it, and none starves. */
+#define URGENT_PER_TURN 800
+#define TURN_AFTER_NS 16000000
+#define TURN_BYTES (1 << 20)
+#define TURN_STEP_BYTES (256 << 10)
+#define TURN_NS 400000
+/* In a stream that has gaps: before each step whoever else wants the core has it for a moment. */
 #define STREAM_MEMORY_NS 2000000
-#define PAUSE_NS 20000
-/* While something urgent is under way bulk waits, for so long at most: none starves. */
+#define MOMENT_NS 20000
+/* It looks again after so long at least: each time somebody may have to leave it his core. */
 #define GIVE_WAY_NS 100000
-#define GIVE_WAY_TIMES 10
 #define TIMER_SLACK_NS 1000
 #define BULK_TIMESLICE_NS 50000000
 
-static bool any_urgent(void)
+/* When bulk was last free to move, how many urgent ones there had been; its turn now, if any. */
+static int64_t bulk_at, turn_ends;
+static unsigned bulk_count;
+static int turn_left;
+
+static int64_t since_urgent(int64_t now)
 {
-    return __atomic_load_n(&urgent_under_way, __ATOMIC_RELAXED) > 0;
+    return now - __atomic_load_n(&urgent_at, __ATOMIC_RELAXED);
 }
 
-/* Whether another thread has posted something urgent lately: its own ones a thread cannot delay. */
-static bool was_urgent(int64_t memory_ns)
+/* Whether one is under way. One that takes long lacks no core: its peer is far away, or hangs. */
+static bool any_urgent(int64_t now)
 {
-    return now_ns() - __atomic_load_n(&urgent_at, __ATOMIC_RELAXED) < memory_ns &&
-           __atomic_load_n(&urgent_by, __ATOMIC_RELAXED) != (uintptr_t)pthread_self();
+    return __atomic_load_n(&urgent_under_way, __ATOMIC_RELAXED) > 0 &&
+           since_urgent(now) < URGENT_MEMORY_NS;
+}
+
+/* Whether another thread has posted the last urgent one: its own ones a thread cannot delay. */
+static bool is_others(void)
+{
+    return __atomic_load_n(&urgent_by, __ATOMIC_RELAXED) != (uintptr_t)pthread_self();
 }
 
 static bool is_beside_urgent(void)
 {
-    return any_urgent() || was_urgent(URGENT_MEMORY_NS);
+    int64_t now = now_ns();
+    return any_urgent(now) || (is_others() && since_urgent(now) < URGENT_MEMORY_NS);
+}
+
+static bool has_gaps(void)
+{
+    return __atomic_load_n(&mean_gap, __ATOMIC_RELAXED) >= GAP_NS;
 }
 
 static void count_urgent(void)
 {
+    int64_t now = now_ns(), gap = since_urgent(now);
+    int64_t mean = __atomic_load_n(&mean_gap, __ATOMIC_RELAXED);
+    if (any_urgent(now))
+        gap = 0;
+    else if (gap > GAP_NS_MAX)
+        gap = GAP_NS_MAX;
+    __atomic_store_n(&mean_gap, mean + (gap - mean) / 8, __ATOMIC_RELAXED);
     __atomic_add_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
-    __atomic_store_n(&urgent_at, now_ns(), __ATOMIC_RELAXED);
+    __atomic_add_fetch(&urgent_count, 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&urgent_at, now, __ATOMIC_RELAXED);
     __atomic_store_n(&urgent_by, (uintptr_t)pthread_self(), __ATOMIC_RELAXED);
 }
 
 static void uncount_urgent(void)
 {
     __atomic_sub_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&urgent_at, now_ns(), __ATOMIC_RELAXED);
 }
 
-/* Leave the core for a moment, and as long as something urgent is under way. */
+/* Bulk has moved bytes beside what is urgent. */
+static void spend_turn(size_t nbytes)
+{
+    __atomic_sub_fetch(&turn_left, (int)nbytes, __ATOMIC_RELAXED);
+}
+
+static bool has_turn(int64_t now)
+{
+    return __atomic_load_n(&turn_left, __ATOMIC_RELAXED) > 0 &&
+           now < __atomic_load_n(&turn_ends, __ATOMIC_RELAXED);
+}
+
+/* How long bulk should leave the core to what is urgent before it looks again; 0 = it may move.
+ * Several threads may be told so at once: they share the turn. */
+static int64_t give_way_ns(int64_t now)
+{
+    if (has_turn(now))
+        return 0;
+    int64_t gap = has_gaps() ? GAP_BEGINS_NS : ACCIDENT_NS;
+    bool is_free = !is_others() || (!any_urgent(now) && since_urgent(now) >= gap);
+    unsigned count = __atomic_load_n(&urgent_count, __ATOMIC_RELAXED);
+    unsigned passed = count - __atomic_load_n(&bulk_count, __ATOMIC_RELAXED);
+    int64_t waited = now - __atomic_load_n(&bulk_at, __ATOMIC_RELAXED);
+    bool is_due = passed >= URGENT_PER_TURN || waited >= TURN_AFTER_NS;
+    if (is_free || is_due) {
+        __atomic_store_n(&bulk_at, now, __ATOMIC_RELAXED);
+        __atomic_store_n(&bulk_count, count, __ATOMIC_RELAXED);
+        __atomic_store_n(&turn_ends, now + TURN_NS, __ATOMIC_RELAXED);
+        __atomic_store_n(&turn_left, is_free ? 0 : TURN_BYTES, __ATOMIC_RELAXED);
+        return 0;
+    }
+    /* In a stream without gaps: until its turn should have come. */
+    int64_t left = passed > 1 && !has_gaps() ? waited / passed * (URGENT_PER_TURN - passed) : 0;
+    if (left > TURN_AFTER_NS - waited)
+        left = TURN_AFTER_NS - waited;
+    return left > GIVE_WAY_NS ? left : GIVE_WAY_NS;
+}
+
+/* Leave the core to what is urgent, as long as it is not bulk's turn. */
 static void give_way(void)
 {
-    static const struct timespec moment = {0, PAUSE_NS}, pause = {0, GIVE_WAY_NS};
-    if (was_urgent(STREAM_MEMORY_NS))
+    static const struct timespec moment = {0, MOMENT_NS};
+    int64_t now = now_ns(), pause_ns;
+    if (is_others() && !has_turn(now) && since_urgent(now) < STREAM_MEMORY_NS)
         (void)nanosleep(&moment, NULL);
-    for (int i = 0; i < GIVE_WAY_TIMES && any_urgent(); i++)
+    while ((pause_ns = give_way_ns(now_ns())) > 0) {
+        struct timespec pause = {0, pause_ns};
         (void)nanosleep(&pause, NULL);
+    }
 }
 
 /* As the kernel has it; the C library knows it only of late. */

@@ -32,7 +32,7 @@ typedef struct {
     bool local;     /* a unix socket: descriptors may come */
     int descriptor; /* one that has come, -1 */
     Job *first, *sending, *last;
-    int looks_to_leave_out, looks_left_out;
+    Looks looks; /* for answers */
     bool urgent; /* it carries nothing else; set before its first job */
     Py_ssize_t in_flight;
     char evidence[EVIDENCE_BYTES];
@@ -49,6 +49,14 @@ static PyTypeObject lane_type;
 static bool gives_way(const Lane *lane)
 {
     return !lane->urgent && is_beside_urgent();
+}
+
+/* How much one system call may move. */
+static size_t step_of(bool courteous)
+{
+    if (!courteous)
+        return STEP_BYTES;
+    return has_turn(now_ns()) ? TURN_STEP_BYTES : SMALL_STEP_BYTES;
 }
 
 static void begin_urgent(Lane *lane, Job *job)
@@ -84,7 +92,7 @@ static void send_jobs(Lane *lane)
         Job *job = lane->sending;
         bool courteous = gives_way(lane);
         ssize_t sent = send_places(lane->input.fd, &nothing, &job->out,
-                                   courteous ? SMALL_STEP_BYTES : STEP_BYTES);
+                                   step_of(courteous));
         if (sent < 0) {
             break_lane(lane, "send failed", errno);
             return;
@@ -93,8 +101,10 @@ static void send_jobs(Lane *lane)
             lane->sending = job->next;
         else if (!sent)
             return;
-        if (courteous)
+        if (courteous) {
+            spend_turn((size_t)sent);
             return; /* one step at a time */
+        }
     }
 }
 
@@ -156,7 +166,7 @@ static void parse_replies(Lane *lane, Finished *finished)
 static void receive_replies(Lane *lane, Finished *finished)
 {
     bool courteous = gives_way(lane);
-    size_t step = courteous ? SMALL_STEP_BYTES : STEP_BYTES, budget = (courteous ? 1 : 4) * step;
+    size_t step = step_of(courteous), budget = (courteous ? 1 : 4) * step;
     int outcome = MORE;
     while (outcome == MORE && budget && !lane->evidence[0]) {
         size_t received;
@@ -167,6 +177,8 @@ static void receive_replies(Lane *lane, Finished *finished)
         else if (outcome == FAILED)
             break_lane(lane, "receive failed", errno);
         budget -= received < budget ? received : budget;
+        if (courteous)
+            spend_turn(received);
         parse_replies(lane, finished);
     }
 }
@@ -637,6 +649,15 @@ static PyObject *lane_attend(Lane *lane, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
+static PyObject *lane_gives_way(Lane *lane, PyObject *ignored)
+{
+    (void)ignored;
+    bool waits = !lane->leader && gives_way(lane) && give_way_ns(now_ns()) > 0;
+    if (waits)
+        watch(lane, 0);
+    return PyBool_FromLong(waits);
+}
+
 static PyObject *lane_watch_all(Lane *lane, PyObject *ignored)
 {
     (void)ignored;
@@ -669,6 +690,9 @@ static PyMethodDef lane_methods[] = {
      "it should do so soon (bulk), False if it does so now."},
     {"attend", (PyCFunction)lane_attend, METH_NOARGS,
      "attend()\n--\n\nHave the engine's thread see to it, if nobody leads."},
+    {"gives_way", (PyCFunction)lane_gives_way, METH_NOARGS,
+     "gives_way()\n--\n\nWhether it carries bulk that should leave the core to what is urgent. "
+     "Then nobody sees to it until `attend`."},
     {"watch_all", (PyCFunction)lane_watch_all, METH_NOARGS,
      "watch_all()\n--\n\nHave the engine's thread see to it."},
     {"attend_to_posted", (PyCFunction)lane_attend_to_posted, METH_NOARGS,

@@ -1,40 +1,42 @@
 /* Sleeping until a lane is ready, and moving the bytes of several. */
 
 #define LANES_MAX 64
-#define LOOK_NS 25000
 #define LOOK_BYTES_MAX (64 << 10)
-#define LOOKS_LEFT_OUT_MAX 255
 
 /* Whether a lane waits for nothing but a small answer, and looking for it has paid lately. */
-static bool may_look(Lane *lane)
+static bool may_look_for_answer(Lane *lane)
 {
     pthread_mutex_lock(&lane->mutex);
     bool may = !lane->closed && lane->first && !lane->sending && !lane->landing &&
-               lane->first->expected <= LOOK_BYTES_MAX &&
-               lane->looks_left_out++ >= lane->looks_to_leave_out;
+               lane->first->expected <= LOOK_BYTES_MAX && may_look(&lane->looks);
     pthread_mutex_unlock(&lane->mutex);
     return may;
 }
 
-/* Look for an answer for a moment, before going to sleep for it: to wake a core that has gone idle
- * takes longer than most answers take. Whoever else wants this core has it in between. Where
- * answers take longer, or the other side has no other core, it is tried less and less. */
-static bool look(Lane *lane, Finished *finished)
+/* Look for an answer. Returns whether it came, or the lane broke. */
+static bool look_for_answer(Lane *lane, Finished *finished)
 {
     int64_t end = now_ns() + LOOK_NS;
-    bool over;
+    bool over, yields = shares_core(lane->input.fd);
     do {
         move_lane(lane, POLLIN, finished);
         over = finished->first || lane->evidence[0];
-        if (!over)
+        if (!over && yields)
             sched_yield();
     } while (!over && now_ns() < end);
     pthread_mutex_lock(&lane->mutex);
-    lane->looks_left_out = 0;
-    int more = 2 * lane->looks_to_leave_out + 1;
-    lane->looks_to_leave_out = over ? 0 : more < LOOKS_LEFT_OUT_MAX ? more : LOOKS_LEFT_OUT_MAX;
+    note_look(&lane->looks, over, end);
     pthread_mutex_unlock(&lane->mutex);
     return over;
+}
+
+/* Whether all of them carry bulk, while something urgent is about. */
+static bool all_give_way(Lane *const *lanes, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (!gives_way(lanes[i]))
+            return false;
+    return true;
 }
 
 /* Sleep until a lane is ready, move bytes, until something has finished or time is over. */
@@ -42,12 +44,16 @@ static int progress_lanes(Lane **lanes, int count, int64_t timeout_ns, Finished 
 {
     struct pollfd polled[LANES_MAX];
     int64_t deadline = timeout_ns ? now_ns() + timeout_ns : 0;
-    if (timeout_ns && count == 1 && may_look(lanes[0]) && look(lanes[0], finished))
+    if (timeout_ns && count == 1 && may_look_for_answer(lanes[0]) &&
+        look_for_answer(lanes[0], finished))
         return 0;
     for (;;) {
         int64_t left = timeout_ns ? deadline - now_ns() : 0;
         if (left < 0)
             left = 0;
+        /* The engine's thread (it does not wait) has others to look after. */
+        if (timeout_ns && all_give_way(lanes, count))
+            give_way();
         int usable = 0;
         bool busy = false;
         for (int i = 0; i < count; i++) {
@@ -67,9 +73,6 @@ static int progress_lanes(Lane **lanes, int count, int64_t timeout_ns, Finished 
                 continue;
             leave_poll(lanes[i]);
             if (ready > 0 && polled[i].revents) {
-                /* The engine's thread (it does not wait) has others to look after. */
-                if (timeout_ns && gives_way(lanes[i]))
-                    give_way();
                 move_lane(lanes[i], polled[i].revents, finished);
                 broken |= lanes[i]->evidence[0] != 0;
             }

@@ -380,17 +380,33 @@ static void lock_between_turns(Server *server)
     pthread_mutex_unlock(&server->gate);
 }
 
+/* Sleep until a connection is ready. Whoever sent something small does so again as soon as it has
+ * the answer, most likely: so it is looked for first. */
+static int await_ready(Server *server, struct epoll_event *events, int timeout_ms)
+{
+    int n = 0;
+    if (server->served_small && timeout_ms && may_look(&server->looks)) {
+        int64_t end = now_ns() + LOOK_NS;
+        bool yields = shares_core(server->small_fd);
+        while (!(n = epoll_wait(server->epoll, events, EVENTS_MAX, 0)) && now_ns() < end)
+            if (yields)
+                sched_yield();
+        note_look(&server->looks, n > 0, end);
+    }
+    server->served_small = false;
+    return n ? n : epoll_wait(server->epoll, events, EVENTS_MAX, timeout_ms);
+}
+
 /* One sleep and what it woke up for: everybody whose last request was small, then one of the
  * others, the one that has waited longest. So a small request waits for one turn of bulk at most,
  * however many connections carry it. Returns 0 or an errno. */
 static int run_once(Server *server, int timeout_ms, bool *woken)
 {
     struct epoll_event events[EVENTS_MAX];
-    int n = epoll_wait(server->epoll, events, EVENTS_MAX, timeout_ms);
+    int n = await_ready(server, events, timeout_ms);
     if (n < 0)
         return errno;
     const struct epoll_event *bulk = NULL;
-    bool small = false;
     uint64_t waits_since = UINT64_MAX;
     for (int i = 0; i < n; i++) {
         if (events[i].data.u64 == 0) {
@@ -404,7 +420,8 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
         Connection *connection = find_connection(server, events[i].data.u64);
         if (connection && connection->request.nbytes <= SMALL_BYTES) {
             server->small_at = now_ns();
-            small = true;
+            server->served_small = true;
+            server->small_fd = connection->input.fd;
             serve_ready(server, connection, events[i].events);
         } else if (connection && connection->turn < waits_since) {
             waits_since = connection->turn;
@@ -415,7 +432,7 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
     if (!bulk)
         return 0;
     /* On a machine of both sides, whoever was just answered may wait for this very core. */
-    if (small)
+    if (server->served_small)
         sched_yield();
     lock_between_turns(server);
     Connection *connection = find_connection(server, bulk->data.u64);

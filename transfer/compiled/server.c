@@ -89,6 +89,9 @@ typedef struct {
     uint32_t slice_pieces_max, slices_max;
     uint64_t num_turns; /* of connections that carry bulk */
     int64_t small_at;   /* when a small request was served last */
+    bool served_small;  /* in the last turn, over `small_fd`; `run`'s own, as are its looks */
+    int small_fd;
+    Looks looks;
     Offer *offers[OFFER_BUCKETS];
     Peer *peers;
     Connection **slots;

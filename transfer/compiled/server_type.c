@@ -315,6 +315,9 @@ static PyObject *server_run(Server *server, PyObject *number)
         pthread_mutex_lock(&server->mutex);
         told = server->first_event != NULL;
         pthread_mutex_unlock(&server->mutex);
+        /* What came is somebody's of this process, who needs a core for it. */
+        if (told)
+            server->served_small = false;
         over = left <= 0 || woken;
     }
     Py_END_ALLOW_THREADS

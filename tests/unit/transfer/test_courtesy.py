@@ -6,6 +6,7 @@ import ctypes
 import platform
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -125,3 +126,81 @@ def test_what_a_waiting_thread_leaves_goes_on_without_it() -> None:
         # Not by `done`, which would have it attended to.
         eventually(lambda: last._finished, "the other one ends")
         assert (theirs.array == ours.array).all()
+
+
+@needs_compiled
+def test_bulk_that_nobody_waits_for_goes_on_beside_a_stream() -> None:
+    """The engine's thread gives way too, and takes the turns of what it sees to."""
+    with engine_pair("tcp") as (a, b):
+        theirs, ours = b.register(allocate(NBYTES + 4096)), a.register(allocate(NBYTES + 4096))
+        key = offer(b, theirs, a)
+        ours.array[:] = np.random.default_rng().integers(0, 256, NBYTES + 4096, dtype=np.uint8)
+        bulk = a.write(b.name, ours, key, 0, 0, NBYTES, priority=Priority.WEIGHTS)
+        end = time.monotonic() + 30.0
+        while not bulk._finished and time.monotonic() < end:
+            a.write(b.name, ours, key, NBYTES, NBYTES, 4096, priority=Priority.ACTIVATIONS).wait()
+        assert bulk._finished, "none starves"
+        assert (theirs.array == ours.array).all()
+
+
+@needs_compiled
+def test_a_lane_of_bulk_gives_way_to_others_requests_only() -> None:
+    memory = np.random.default_rng().integers(0, 256, NBYTES, dtype=np.uint8)
+    with rig("compiled", NBYTES) as owner:
+        bulk, urgent = (
+            make_lane("compiled", owner.connect()),
+            make_lane("compiled", owner.connect()),
+        )
+        urgent.urgent = True
+
+        def post(lane: object, number: int, nbytes: int) -> None:
+            head = header(RequestKind.WRITE, transfer_id=number, oldest=1, num_pieces=1,
+                          nbytes=nbytes)  # fmt: skip
+            assert post_one(lane, number, head, True, memory.ctypes.data, 0, nbytes)
+
+        assert post_in_thread(post, bulk, 1, NBYTES)
+        assert not bulk.gives_way(), "nothing urgent is about"
+        post(urgent, 2, 64)
+        assert not bulk.gives_way(), "its own one a thread cannot delay"
+        assert not urgent.gives_way()
+        assert post_in_thread(post, urgent, 3, 64)
+        eventually(bulk.gives_way, "it has no turn")
+        done: list[int] = []
+        end = time.monotonic() + 20.0
+        while len(done) < 3 and time.monotonic() < end:
+            done += [item for item, _, _ in progress("compiled", [bulk, urgent], 1.0)]
+        assert sorted(done) == [1, 2, 3]
+        assert (owner.memory == memory).all()
+        bulk.close()
+        urgent.close()
+
+
+def post_in_thread(post: Callable[..., None], *arguments: object) -> bool:
+    """Whether another thread has posted it."""
+    posted: list[bool] = []
+    poster = threading.Thread(target=lambda: posted.append(post(*arguments) is None))
+    poster.start()
+    poster.join(20.0)
+    return posted == [True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_sleeps_when_nothing_comes(kind: str) -> None:
+    """It looks for another request for a moment, and no longer: in processor time."""
+    memory = np.random.default_rng().integers(0, 256, 64, dtype=np.uint8)
+    with rig(kind, 64) as owner:
+        lane = make_lane(kind, owner.connect())
+        for number in range(1, 51):
+            head = header(RequestKind.WRITE, transfer_id=number, oldest=number, num_pieces=1,
+                          nbytes=64)  # fmt: skip
+            assert post_one(lane, number, head, True, memory.ctypes.data, 0, 64)
+            end = time.monotonic() + 20.0
+            while lane.in_flight and time.monotonic() < end:
+                progress(kind, [lane], 1.0)
+            assert not lane.in_flight
+        clock = time.pthread_getcpuclockid(owner.ident)
+        before = time.clock_gettime(clock)
+        time.sleep(0.5)
+        assert time.clock_gettime(clock) - before < 0.1
+        assert (owner.memory == memory).all()
+        lane.close()

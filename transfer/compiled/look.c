@@ -1,0 +1,43 @@
+/* Looking for what is about to come, for a moment, before going to sleep for it.
+ *
+ * To wake a core that has gone idle takes longer than most answers take, and costs the waker too.
+ * Where it does not pay, because what is waited for takes longer or somebody else wants this core,
+ * it is tried less and less: an idle process, and one whose peers are far away, spend nothing on it.
+ */
+
+#define LOOK_NS 50000
+#define LOOKS_LEFT_OUT_MAX 1023
+
+/* How often looking has been left out, and shall be; guarded by whoever owns it. */
+typedef struct {
+    int left_out, to_leave_out;
+} Looks;
+
+/* Whether the other side may need this very core to answer: it sent from here when it last did. Then
+ * it should have the core in between; else to offer it would only lose it to somebody else. (What
+ * came over a network was taken in here, which does no harm.) */
+static bool shares_core(int fd)
+{
+    int core = -1;
+    socklen_t size = sizeof core;
+    (void)getsockopt(fd, SOL_SOCKET, SO_INCOMING_CPU, &core, &size);
+    return core < 0 || core == sched_getcpu();
+}
+
+/* Whether it is worth a try. */
+static bool may_look(Looks *looks)
+{
+    return looks->left_out++ >= looks->to_leave_out;
+}
+
+/* One look has ended; `paid`: what was waited for came. Later than in time does not count: then
+ * somebody else has had the core, and a sleeper would have it back sooner. */
+static void note_look(Looks *looks, bool paid, int64_t end)
+{
+    int more = 2 * looks->to_leave_out + 1;
+    looks->left_out = 0;
+    if (paid && now_ns() < end + LOOK_NS)
+        looks->to_leave_out = 0;
+    else
+        looks->to_leave_out = more < LOOKS_LEFT_OUT_MAX ? more : LOOKS_LEFT_OUT_MAX;
+}
