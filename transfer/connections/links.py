@@ -345,7 +345,7 @@ class Links:
             self._loop.call(lambda: self.lose(link, evidence))
 
     def _close(self, link: PeerLink, error: TransferError) -> None:
-        self.staging.forget(link.name)
+        self.staging.forget(link.name, error)
         self._resumptions.forget(link)
         link.locations.close()
         link.control.close()

@@ -1,40 +1,20 @@
-"""Access to storages of peers: asking for it, and serving those who ask.
-
-Only its owner can move the bytes of a storage. So the requester offers a buffer and asks; the
-owner moves one buffer full between its storage and the requester's buffer with its own one-sided
-operations, and answers. One round trip of control frames per buffer.
-"""
+"""Access to our storages by peers: what `asking` asks for is served here."""
 
 from __future__ import annotations
 
-import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final
-
-import numpy as np
 
 from transfer.backends.cuda_ipc import place_of
 from transfer.backends.cuda_memory import CudaMemory
-from transfer.errors import (
-    AccessRefused,
-    DeviceUnavailable,
-    PeerLost,
-    ProtocolViolation,
-    RegionUnknown,
-    StorageFailed,
-    TransferError,
-    TransferTimeout,
-)
+from transfer.errors import DeviceUnavailable, ProtocolViolation, TransferError, TransferTimeout
 from transfer.immediates import ImmediateBoard
 from transfer.memory.region import Access, Bytes, Offer, OfferTable, RegionKey
-from transfer.peer import PeerLink, PeerTable
-from transfer.pieces import Ints, Pieces, out_of_bounds
+from transfer.peer import PeerLink
+from transfer.pieces import Pieces, out_of_bounds
 from transfer.storage.batch_queue import BatchQueue
-from transfer.storage.bounce import Bounce, Bounces, PeerMoves
+from transfer.storage.bounce import Bounces, PeerMoves
 from transfer.storage.messages import (
     ASK_BYTES_MAX,
     REASON_MAX,
@@ -43,180 +23,11 @@ from transfer.storage.messages import (
     Ask,
     AskKind,
     encode,
-    parse_answer,
     parse_ask,
 )
 from transfer.storage.served_ask import ServedAsk
 from transfer.storage.storage import StorageRegion
 from transfer.wire import ControlKind, encode_control
-
-# How often a waiting requester looks whether the peer is still there.
-LOOK_S: Final = 0.1
-BUSY_PAUSE_S: Final = 0.005
-NONE: Final = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(slots=True)
-class _Asked:
-    peer: str
-    answered: threading.Event = field(default_factory=threading.Event)
-    answer: Answer | None = None
-
-
-class Asking:
-    """The requester's side. Thread-safe."""
-
-    def __init__(self, table: PeerTable) -> None:
-        self._table = table
-        self._ids = itertools.count(1)
-        self._open: dict[int, _Asked] = {}
-
-    def ask(
-        self,
-        kind: AskKind,
-        target: RegionKey,
-        deadline: float,
-        *,
-        buffer: RegionKey | None = None,
-        offsets: Ints = NONE,
-        lengths: Ints = NONE,
-        places: Ints = NONE,
-        immediate: int = 0,
-    ) -> bytes:
-        """Ask the owner of `target`, and wait for the answer. Not on the engine's thread.
-
-        Returns:
-            The content of the answer.
-
-        Raises:
-            AccessRefused, RegionUnknown: the owner refuses.
-            StorageFailed: its storage failed.
-            PeerLost, PeerUnknown: it is gone; what was asked may have been done.
-            TransferTimeout: no answer in time; it may still be done.
-        """
-        started = time.monotonic()
-        while True:
-            message = Ask(
-                next(self._ids),
-                kind,
-                target.token,
-                b"" if buffer is None else buffer.encode(),
-                offsets.astype("<i8").tobytes(),
-                lengths.astype("<i8").tobytes(),
-                immediate,
-                max(deadline - time.monotonic(), 0.0),
-                places.astype("<i8").tobytes(),
-            )
-            answer = self._exchange(target.owner, message, deadline)
-            if answer is not None and answer.kind is not AnswerKind.BUSY:
-                _raise_refusal(target.owner, kind, answer)
-                return answer.content
-            if time.monotonic() + BUSY_PAUSE_S > deadline:
-                raise TransferTimeout(
-                    target.owner, kind.name.lower(), elapsed_s=time.monotonic() - started
-                )
-            time.sleep(BUSY_PAUSE_S)
-
-    def on_answer(self, peer: str, content: bytes) -> None:
-        """Take an answer. On the engine's thread.
-
-        Raises:
-            ProtocolViolation: the bytes are none.
-        """
-        answer = parse_answer(content)
-        asked = self._open.get(answer.id)
-        # An answer nobody waits for any more is late, not wrong.
-        if asked is not None and asked.peer == peer:
-            asked.answer = answer
-            asked.answered.set()
-
-    def _exchange(self, peer: str, message: Ask, deadline: float) -> Answer | None:
-        link = self._table.ready(peer)
-        asked = self._open[message.id] = _Asked(peer)
-        try:
-            frame = encode_control(ControlKind.STORAGE_ASK, encode(message))
-            if not link.control.send(frame, deadline=deadline):
-                self._table.ready(peer)
-                return None
-            while (remaining := deadline - time.monotonic()) > 0:
-                if asked.answered.wait(min(LOOK_S, remaining)):
-                    break
-                if not link.alive:
-                    raise PeerLost(peer, link.evidence or "lost while it was asked")
-            return asked.answer
-        finally:
-            del self._open[message.id]
-
-
-class PeerStorageEnd:
-    """A peer's window of a storage; an end of a staged transfer."""
-
-    def __init__(self, asking: Asking, key: RegionKey) -> None:
-        self._asking = asking
-        self._key = key
-
-    def fill(self, bounce: Bounce, offsets: Ints, lengths: Ints, deadline: float) -> None:
-        """Let the owner write into our buffer."""
-        self._ask(AskKind.READ, bounce, offsets, lengths, deadline)
-
-    def drain(self, bounce: Bounce, offsets: Ints, lengths: Ints, deadline: float) -> None:
-        """Let the owner read our buffer."""
-        self._ask(AskKind.WRITE, bounce, offsets, lengths, deadline)
-
-    def _ask(
-        self, kind: AskKind, bounce: Bounce, offsets: Ints, lengths: Ints, deadline: float
-    ) -> None:
-        self._asking.ask(
-            kind, self._key, deadline, buffer=bounce.key, offsets=offsets, lengths=lengths
-        )
-
-
-class UnstagedWrite:
-    """Writes of host memory that the owner of a storage can map: it takes the bytes from there.
-
-    Work of a `BatchQueue`.
-
-    Args:
-        asking: asks the owner.
-        target: of its window.
-        source: opens our memory to the owner.
-        steps: what is asked for at a time.
-        deadline: of all.
-    """
-
-    def __init__(
-        self,
-        asking: Asking,
-        target: RegionKey,
-        source: RegionKey,
-        steps: list[Pieces],
-        deadline: float,
-    ) -> None:
-        self._asking = asking
-        self._target = target
-        self._source = source
-        self._steps = steps
-        self._deadline = deadline
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def weigh(self, index: int) -> int:
-        """Bytes of a step."""
-        return self._steps[index].nbytes
-
-    def perform(self, index: int, lane: int) -> None:
-        """Ask, and wait for the answer."""
-        step = self._steps[index]
-        self._asking.ask(
-            AskKind.WRITE,
-            self._target,
-            self._deadline,
-            buffer=self._source,
-            offsets=step.target_offsets,
-            lengths=step.lengths,
-            places=step.source_offsets,
-        )
 
 
 class StorageService:
@@ -345,15 +156,3 @@ class StorageService:
     ) -> None:
         answer = Answer(ask.id, kind, reason[:REASON_MAX], content)
         link.control.send(encode_control(ControlKind.STORAGE_ANSWER, encode(answer)))
-
-
-def _raise_refusal(peer: str, kind: AskKind, answer: Answer) -> None:
-    if answer.kind is AnswerKind.DONE:
-        return
-    if answer.kind is AnswerKind.UNKNOWN:
-        raise RegionUnknown(peer, "the key was withdrawn, or never offered to us")
-    if answer.kind is AnswerKind.NO_RIGHT:
-        raise AccessRefused(peer, f"the key does not give the right to {kind.name}")
-    if answer.kind is AnswerKind.OUT_OF_BOUNDS:
-        raise AccessRefused(peer, "a piece is outside of the window")
-    raise StorageFailed(f"storage of {peer}", kind.name.lower(), answer.reason)

@@ -32,6 +32,7 @@ from transfer.peer import PeerLink, PeerTable
 from transfer.pieces import EMPTY, CopyPieces, Pieces
 from transfer.priority import Priority
 from transfer.rails.slices import cut
+from transfer.storage.asking import Asking, PeerStorageEnd
 from transfer.storage.batch_queue import BatchQueue, Work
 from transfer.storage.bounce import (
     BUFFER_BYTES,
@@ -43,11 +44,12 @@ from transfer.storage.bounce import (
     StorageEnd,
     near_end,
 )
-from transfer.storage.messages import ASK_BYTES_MAX, PIECES_MAX, AskKind
+from transfer.storage.messages import PIECES_MAX, AskKind
 from transfer.storage.opened_work import OpenedWork
-from transfer.storage.service import Asking, PeerStorageEnd, StorageService, UnstagedWrite
+from transfer.storage.service import StorageService
 from transfer.storage.source_keys import SourceKeys
 from transfer.storage.storage import Done, Storage, StorageRegion, make_region
+from transfer.storage.unstaged import UnstagedWrites
 from transfer.wire import ControlKind, encode_control
 
 THREADS: Final = 4
@@ -97,6 +99,7 @@ class Staging:
             self._map_buffer,
         )
         self._source_keys = SourceKeys(offers, self._tell_withdrawn)
+        self._unstaged = UnstagedWrites(self._asking, self._source_keys, self._own_queue, table)
 
     def register(self, memory: Memory | torch.Tensor | Storage) -> Region:
         """As `TransferEngine.register`."""
@@ -133,7 +136,10 @@ class Staging:
                 self._signal(peer, target, immediate, deadline, priority)
 
         moved = self._track(handle, signal)
-        self._reach(source, target, pieces, priority, moved, write=True, deadline=deadline)
+        if not self._unstaged.begin(
+            source, target, pieces, deadline, moved, then_waits=immediate is not None
+        ):
+            self._reach(source, target, pieces, priority, moved, write=True, deadline=deadline)
         return handle
 
     def read(
@@ -182,9 +188,11 @@ class Staging:
         for handle in [handle for handle in list(self._open) if handle.deadline <= now]:
             self._open.discard(handle)
             handle.finish(handle.timed_out())
+        self._asking.expire(now)
 
-    def forget(self, peer: str) -> None:
+    def forget(self, peer: str, error: TransferError) -> None:
         """Free what a lost peer could access, and what was open of it."""
+        self._asking.forget(peer, error)
         self._bounces.forget(peer)
         self._source_keys.forget(peer)
         self._windows.forget(peer)
@@ -207,6 +215,7 @@ class Staging:
         with self._lock:
             self._closed = True
             queues = [queue for queue in (self._own, self._served) if queue is not None]
+        self._asking.close()
         ended = [queue.close() for queue in queues]
         if all(ended):
             self._bounces.close()
@@ -277,13 +286,6 @@ class Staging:
         """Move between a region of ours and a peer's window."""
         same_host = self._table.ready(key.owner).backend == "shared_memory"
         operation = "write" if write else "read"
-        if same_host and write and key.kind == "file" and own.kind == "host":
-            source_key = self._source_keys.get(own, key.owner)
-            if source_key is not None:
-                steps = _steps(pieces, ASK_BYTES_MAX)
-                unstaged = UnstagedWrite(self._asking, key, source_key, steps, deadline)
-                self._own_queue().submit(unstaged, operation, deadline, done)
-                return
         ends = near_end(own, copy), self._far_end(key.owner, key, priority)
         source, target = ends if write else ends[::-1]
         peer = "" if key.kind == "host" else key.owner
@@ -375,8 +377,8 @@ def _nothing() -> None:
     """What follows a read."""
 
 
-def _steps(pieces: Pieces, nbytes: int = BUFFER_BYTES) -> list[Pieces]:
-    return cut(pieces, slice_bytes=nbytes, slice_pieces=PIECES_MAX)
+def _steps(pieces: Pieces) -> list[Pieces]:
+    return cut(pieces, slice_bytes=BUFFER_BYTES, slice_pieces=PIECES_MAX)
 
 
 def _shift(pieces: Pieces, source: int, target: int) -> Pieces:
