@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             top = item.path.relative_to(ROOT).parts[0]
             if top in DIRECTORY_MARKERS:
                 item.add_marker(getattr(pytest.mark, top))
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh one below 2**31; printed, so that a failing test shows it."""
+    drawn = random.SystemRandom().randrange(1 << 31)
+    print("seed", drawn)
+    return drawn
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ there), lost ranks and different views of them (21, 23, `tests/fault/dispatch`).
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from tests.support import corner_cases as cases
@@ -23,13 +21,6 @@ WORLD = 6
 def pool(request):
     with rank_pool(request.param, WORLD) as started:
         yield started
-
-
-@pytest.fixture
-def seed():
-    drawn = random.randrange(1 << 32)
-    print("seed", drawn)
-    return drawn
 
 
 ON_EVERY_RANK = [

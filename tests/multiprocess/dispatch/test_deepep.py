@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -22,13 +20,6 @@ _carriers: dict[int, ByTransfer] = {}
 def pool(request):
     with rank_pool(request.param, WORLD) as started:
         yield started
-
-
-@pytest.fixture
-def seed():
-    drawn = random.randrange(1 << 32)
-    print("seed", drawn)
-    return drawn
 
 
 def buffer_of(member: Member) -> Buffer:

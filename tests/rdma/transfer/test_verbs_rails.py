@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import secrets
 import signal
 import subprocess
 import time
@@ -26,14 +25,6 @@ from tests.support.verbs_node import Owner, VerbsNode, random_bytes
 
 MIB = 1 << 20
 READ, WRITE, BOTH = Access.READ.value, Access.WRITE.value, Access.READ.value | Access.WRITE.value
-
-
-@pytest.fixture
-def seed() -> int:
-    """Printed with a failure; the tests' input is fresh each time."""
-    value = secrets.randbits(32)
-    print(f"seed {value}")
-    return value
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 
 import pytest
@@ -21,13 +20,6 @@ from tests.support.dispatch_pair import LAYOUT, both, install, pair
 from tests.support.moe_reference import draw_tokens, reference, run_experts
 
 TWO = dataclasses.replace(LAYOUT, microbatches=2)
-
-
-@pytest.fixture
-def seed():
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    return seed
 
 
 def started(layout: DispatchLayout = TWO) -> LocalDispatcher:

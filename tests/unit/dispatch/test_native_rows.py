@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
@@ -23,9 +21,7 @@ def way(request, monkeypatch):
 
 
 @pytest.fixture
-def rng():
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
+def rng(seed):
     return np.random.default_rng(seed)
 
 

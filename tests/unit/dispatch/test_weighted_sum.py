@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -25,9 +23,7 @@ def way(request, monkeypatch):
 
 
 @pytest.fixture
-def generator():
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
+def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
