@@ -1,6 +1,6 @@
 """Types of the compiled part, `native.c`."""
 
-from kvstore.copying import Ints
+from kvstore.copying import Bytes, Ints
 
 SHORT_BYTES: int
 
@@ -13,6 +13,15 @@ def copy_summed(
     stream_bytes: int,
     /,
 ) -> bytes: ...
+def copy_one_summed(
+    target: Bytes,
+    target_offset: int,
+    source: Bytes,
+    source_offset: int,
+    nbytes: int,
+    past_caches: bool,
+    /,
+) -> int: ...
 def sums(base: int, offsets: Ints, lengths: Ints, /) -> bytes: ...
 def mailbox_leave(address: int, nbytes: int, payload: bytes, /) -> bool: ...
 def mailbox_take(

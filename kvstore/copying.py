@@ -7,7 +7,6 @@ MOE_RUNTIME_NATIVE=0 keeps it from being used. Without it both functions do the 
 from __future__ import annotations
 
 import os
-import sys
 from types import ModuleType
 from typing import Final
 
@@ -32,9 +31,10 @@ else:
 COMPILED: Final = compiled is not None
 # From how many bytes on, in all pieces together, a copy goes past the caches on its way into the
 # target. What is read will be used at once, so only what would not stay in a cache anyway. What is
-# stored need not be: a store that misses the caches first reads the line that it overwrites.
+# stored need not be: a store that misses the caches first reads the line that it overwrites. That
+# costs more than half of the copy; below, a value may well be read while it is in a cache.
 READ_STREAM_BYTES_MIN: Final = 4 << 20
-WRITE_STREAM_BYTES_MIN: Final = 128 << 10
+WRITE_STREAM_BYTES_MIN: Final = 16 << 10
 
 
 def checksums_of(memory: Bytes, offsets: Ints, lengths: Ints) -> list[int]:
@@ -119,15 +119,10 @@ def copy_with_checksum(
 ) -> int:
     """Copy one piece that is not read at once; otherwise as `copy_with_checksums`."""
     if compiled is not None and nbytes > _native.SHORT_BYTES:
-        sums = _native.copy_summed(
-            target.__array_interface__["data"][0],
-            source.__array_interface__["data"][0],
-            np.array((target_offset,), dtype=np.int64),
-            np.array((source_offset,), dtype=np.int64),
-            np.array((nbytes,), dtype=np.int64),
-            WRITE_STREAM_BYTES_MIN,
+        past_caches = nbytes >= WRITE_STREAM_BYTES_MIN
+        return _native.copy_one_summed(
+            target, target_offset, source, source_offset, nbytes, past_caches
         )
-        return int.from_bytes(sums, sys.byteorder)
     target[target_offset : target_offset + nbytes] = source[source_offset : source_offset + nbytes]
     return xxhash.xxh3_64_intdigest(target.data[target_offset : target_offset + nbytes])
 

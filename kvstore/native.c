@@ -379,6 +379,44 @@ static PyObject *copy_summed(PyObject *module, PyObject *const *args, Py_ssize_t
     return result;
 }
 
+PyDoc_STRVAR(copy_one_summed_doc,
+             "copy_one_summed(target, target_offset, source, source_offset, nbytes, past_caches)"
+             "\n--\n\nCopy one piece between buffers and return its xxh3_64.\n\n"
+             "Raises ValueError if it does not lie in both, or is too short.");
+
+static PyObject *copy_one_summed(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    Py_buffer target, source;
+    PyObject *result = NULL;
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "copy_one_summed takes 6 arguments");
+        return NULL;
+    }
+    Py_ssize_t to = PyLong_AsSsize_t(args[1]), from = PyLong_AsSsize_t(args[3]);
+    Py_ssize_t nbytes = PyLong_AsSsize_t(args[4]);
+    bool past_caches = PyObject_IsTrue(args[5]) == 1;
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &target, PyBUF_WRITABLE))
+        return NULL;
+    if (!PyObject_GetBuffer(args[2], &source, PyBUF_SIMPLE)) {
+        if (nbytes <= SHORT_BYTES || to < 0 || from < 0 || nbytes > target.len - to ||
+            nbytes > source.len - from) {
+            PyErr_SetString(PyExc_ValueError, "a piece that is too short, or not in both buffers");
+        } else {
+            PyThreadState *state = nbytes >= GIL_BYTES ? PyEval_SaveThread() : NULL;
+            uint64_t sum = pass((unsigned char *)target.buf + to,
+                                (const unsigned char *)source.buf + from, (size_t)nbytes,
+                                past_caches);
+            if (state)
+                PyEval_RestoreThread(state);
+            result = PyLong_FromUnsignedLongLong(sum);
+        }
+        PyBuffer_Release(&source);
+    }
+    PyBuffer_Release(&target);
+    return result;
+}
+
 PyDoc_STRVAR(sums_doc, "sums(base, offsets, lengths)\n--\n\n"
                        "Return the xxh3_64 of each piece, as native uint64.");
 
@@ -409,6 +447,8 @@ static PyObject *sums(PyObject *module, PyObject *const *args, Py_ssize_t count)
 
 static PyMethodDef methods[] = {
     {"copy_summed", (PyCFunction)(void (*)(void))copy_summed, METH_FASTCALL, copy_summed_doc},
+    {"copy_one_summed", (PyCFunction)(void (*)(void))copy_one_summed, METH_FASTCALL,
+     copy_one_summed_doc},
     {"sums", (PyCFunction)(void (*)(void))sums, METH_FASTCALL, sums_doc},
     {"mailbox_leave", (PyCFunction)(void (*)(void))mailbox_leave, METH_FASTCALL, mailbox_leave_doc},
     {"mailbox_take", (PyCFunction)(void (*)(void))mailbox_take, METH_FASTCALL, mailbox_take_doc},

@@ -72,8 +72,8 @@ class ReservedPlaces:
         self._keys: dict[int, bytes] = {}  # any key of each shard
         self._untold: dict[int, list[int]] = {}  # shard -> numbers that are over
         self._held_bytes = 0
-        # Memory mapped here, by node; forgotten often, lest that of a node be kept that is gone.
-        self.mapped: dict[str, tuple[RegionKey, InPlace | None]] = {}
+        # Segments mapped here; forgotten often, lest that of a node be kept that is gone.
+        self.mapped: dict[Target, tuple[RegionKey, InPlace | None]] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from kvstore import mailbox
 from kvstore.client.writes_under_way import Target, WritesUnderWay
 from kvstore.errors import NodeUnreachable
-from kvstore.wire.left_notes import write_note
+from kvstore.wire.left_notes import Row, columns_of_rows, write_note, write_row
 from kvstore.wire.messages import NodeAddress
 from kvstore.wire.peer_messages import (
     AskAtRest,
@@ -112,6 +112,12 @@ class SegmentKeys:
             return key if key is not None else self._ask(where, deadline_s)
         finally:
             asking.release()
+
+    def tell_row(self, where: NodeAddress, row: Row) -> None:
+        """As `tell`, of one block without a part table."""
+        outbox = self._outboxes.get((where.node, where.segment))
+        if outbox is None or not outbox.leave(write_row(where.segment, row)):
+            self.tell(where.node, Written(columns_of_rows([row]), where.segment))
 
     def tell(self, node: str, note: Written | Unwritten) -> None:
         """Leave or send a note to a node that there is a key of. Raises TransferError.

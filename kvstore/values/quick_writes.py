@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import xxhash
@@ -25,8 +26,8 @@ from kvstore.errors import Fenced, KVStoreError, MasterRefused, NodeUnreachable
 from kvstore.shards.plan import shard_of
 from kvstore.values.values import Part, RegionPiece
 from kvstore.wire import messages as m
-from kvstore.wire.messages import HeldBlocks, Pin, PutOutcome
-from kvstore.wire.peer_messages import Unwritten, Written
+from kvstore.wire.messages import Pin, PutOutcome
+from kvstore.wire.peer_messages import Unwritten
 from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
@@ -43,12 +44,33 @@ logger = logging.getLogger(__name__)
 QUICK_BYTES_MAX: Final = (4 << 20) - 1  # above, a request more does not matter
 STAGED_BYTES_MAX: Final = 256 << 10  # of what is neither registered nor copied within the host
 SIZES_MAX: Final = 8
-AHEAD_BYTES: Final = 2 << 20
+AHEAD_BYTES: Final = 4 << 20
 AHEAD_MAX: Final = 8  # places that are asked for at once
 PAUSE_S: Final = 1.0  # after a place was refused
 REACH_S: Final = 5.0
 SLOW: Final = 1 << 30  # as many bytes as nobody copies in an event loop
 _UNIT: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Value:
+    """A value on its way.
+
+    Attributes:
+        key: As the pool knows it.
+        shard: Of its master.
+        part: All of its bytes.
+        nbytes: How many.
+        space: Bytes that it takes in the pool.
+        options: How to store it.
+    """
+
+    key: bytes
+    shard: int
+    part: Part
+    nbytes: int
+    space: int
+    options: PutOptions
 
 
 class QuickWrites:
@@ -91,30 +113,29 @@ class QuickWrites:
             MasterUnavailable: It did not answer.
             Fenced: This incarnation is out of the cluster.
         """
-        nbytes, space = part.nbytes, _space_of(part.nbytes)
-        if not self.expects(nbytes, options):
+        if not self.expects(part.nbytes, options):
             return None
         if isinstance(part, RegionPiece) and part.region.kind != "host":
             return None  # the long way says what is wrong
-        key, shard = self._known_as(key)
+        value = self._value(key, part, options)
         # Of all segments until the end: the reply may bring a place in any.
         write = self._core.under_way.begin()
         try:
-            place, left = self._places.take(shard, space)
+            place, left = self._places.take(value.shard, value.space)
             if place is None:
-                place = self._reserve(shard, key, space)
+                place = self._reserve(value)
                 if place is None:
                     return None
-            checksum = self._write(shard, place, part, write)
-            if checksum is None or not self._note(shard, place, key, nbytes, checksum, options):
+            checksum = self._write(value, place, write)
+            if checksum is None or not self._note(value, place, checksum):
                 return None
-            request = self._store(shard, place, key, nbytes, checksum, options, left)
+            request = self._store(value, place, checksum, left)
             asked_s = time.monotonic()
             try:
                 reply = self._link.ask(request, m.Stored, timeout_s=timeout_s)
             except KVStoreError as error:
-                return self._not_stored(shard, request, error)
-            return self._stored(shard, place, request, reply, asked_s)
+                return self._not_stored(value.shard, request, error)
+            return self._stored(value.shard, place, request, reply, asked_s)
         finally:
             write.end()
 
@@ -125,13 +146,13 @@ class QuickWrites:
 
         That is so without a place that is held ahead, in memory that is mapped here.
         """
-        nbytes, space = part.nbytes, _space_of(part.nbytes)
         if isinstance(part, RegionPiece) and part.region.kind != "host":
             return None
-        key, shard = self._known_as(key)
+        value = self._value(key, part, options)
+        shard = value.shard
         write = self._core.under_way.begin()
         try:
-            place, left = self._places.take(shard, space)
+            place, left = self._places.take(shard, value.space)
             if place is None:
                 return None
             known = self._segments.known(place.where)
@@ -139,12 +160,12 @@ class QuickWrites:
             if mapped is None:
                 self._places.give(shard, [place])
                 return None
-            yield from work(nbytes)
-            checksum = self._copy(shard, place, mapped, part, write)
-            if checksum is None or not self._note(shard, place, key, nbytes, checksum, options):
+            yield from work(value.nbytes)
+            checksum = self._copy(value, place, mapped, write)
+            if checksum is None or not self._note(value, place, checksum):
                 return None
             asked_s = time.monotonic()
-            request = self._store(shard, place, key, nbytes, checksum, options, left)
+            request = self._store(value, place, checksum, left)
             try:
                 reply = yield from ask(request, m.Stored, timeout_s=timeout_s)
             except KVStoreError as error:
@@ -180,16 +201,19 @@ class QuickWrites:
                 self._sizes.pop(next(iter(self._sizes)), None)
         return outcome
 
-    def _known_as(self, key: bytes) -> tuple[bytes, int]:
-        """Return the key as the pool knows it, and its shard."""
+    def _value(self, key: bytes, part: Part, options: PutOptions) -> _Value:
         if self._core.tenant.name:
             (key,) = self._core.tenant.salted((key,))
-        return key, 0 if self._shards == 1 else shard_of(key, self._shards)
+        shard = 0 if self._shards == 1 else shard_of(key, self._shards)
+        nbytes = part.nbytes
+        return _Value(
+            key=key, shard=shard, part=part, nbytes=nbytes, space=_space_of(nbytes), options=options
+        )
 
-    def _reserve(self, shard: int, key: bytes, space: int) -> ReservedPlace | None:
-        record = self._core.record
+    def _reserve(self, value: _Value) -> ReservedPlace | None:
+        record, shard, space = self._core.record, value.shard, value.space
         request = m.Reserve(
-            record.name, key, record.next_batch(), space, record.avoided(),
+            record.name, value.key, record.next_batch(), space, record.avoided(),
             self._places.untold(shard),
         )  # fmt: skip
         place = None
@@ -204,9 +228,7 @@ class QuickWrites:
             self._paused_until_s = time.monotonic() + PAUSE_S
         return place
 
-    def _write(
-        self, shard: int, place: ReservedPlace, part: Part, write: WriteUnderWay
-    ) -> int | None:
+    def _write(self, value: _Value, place: ReservedPlace, write: WriteUnderWay) -> int | None:
         """Write a value and return its checksum; None if that is not possible here."""
         where = place.where
         try:
@@ -216,37 +238,31 @@ class QuickWrites:
             mapped = self._mapped(place, key)
         except (NodeUnreachable, TransferError) as error:
             self._lose(place, error)
-            self._places.abandon(shard, place.batch)
+            self._places.abandon(value.shard, place.batch)
             return None
         if mapped is None and write.may_start((where.node, where.segment)):
-            return self._send(shard, place, key, part, write)
-        return self._copy(shard, place, mapped, part, write)
+            return self._send(value, place, key, write)
+        return self._copy(value, place, mapped, write)
 
     def _mapped(self, place: ReservedPlace, key: RegionKey) -> InPlace | None:
         """Return the memory of a place's segment if it is mapped here."""
-        node = place.where.node
-        known, mapped = self._places.mapped.get(node, (None, None))
+        target = place.where.node, place.where.segment
+        known, mapped = self._places.mapped.get(target, (None, None))
         if mapped is None or known is not key or not mapped.live:
-            mapped = self._core.engine.in_place(node, key)
-            self._places.mapped[node] = key, mapped
+            mapped = self._core.engine.in_place(target[0], key)
+            self._places.mapped[target] = key, mapped
         return mapped
 
     def _copy(
-        self,
-        shard: int,
-        place: ReservedPlace,
-        mapped: InPlace | None,
-        part: Part,
-        write: WriteUnderWay,
+        self, value: _Value, place: ReservedPlace, mapped: InPlace | None, write: WriteUnderWay
     ) -> int | None:
         """As `_write`, to memory that is mapped here."""
-        where = place.where
+        where, part, start, nbytes = place.where, value.part, place.offset, value.nbytes
         if mapped is None or not write.may_start((where.node, where.segment)):
-            self._places.abandon(shard, place.batch)  # of a master that leads no more
+            self._places.abandon(value.shard, place.batch)  # of a master that leads no more
             return None
-        start, nbytes = place.offset, part.nbytes
         if start < 0 or nbytes > len(mapped.array) - start:
-            self._places.abandon(shard, place.batch)
+            self._places.abandon(value.shard, place.batch)
             return None  # the long way says what is wrong
         if isinstance(part, RegionPiece):
             source, first = part.region.array, part.offset
@@ -257,12 +273,12 @@ class QuickWrites:
         return checksum
 
     def _send(
-        self, shard: int, place: ReservedPlace, key: RegionKey, part: Part, write: WriteUnderWay
+        self, value: _Value, place: ReservedPlace, key: RegionKey, write: WriteUnderWay
     ) -> int | None:
         """As `_write`, to memory that is not mapped here."""
-        where, engine = place.where, self._core.engine
+        where, engine, part = place.where, self._core.engine, value.part
         if not isinstance(part, RegionPiece) and part.nbytes > STAGED_BYTES_MAX:
-            self._places.abandon(shard, place.batch)
+            self._places.abandon(value.shard, place.batch)
             self._sizes.pop(place.space, None)
             self._paused_until_s = time.monotonic() + PAUSE_S
             return None
@@ -287,48 +303,32 @@ class QuickWrites:
                 return None
         return checksum
 
-    def _note(
-        self,
-        shard: int,
-        place: ReservedPlace,
-        key: bytes,
-        nbytes: int,
-        checksum: int,
-        options: PutOptions,
-    ) -> bool:
+    def _note(self, value: _Value, place: ReservedPlace, checksum: int) -> bool:
         """Tell the node what lies there, before the master hears of it; False if that fails."""
-        where, tenant = place.where, self._core.tenant.name
-        held = HeldBlocks(
-            [key], [place.offset], [nbytes], [checksum], [options.pin is Pin.HARD], [],
-            [tenant] if tenant else [], [options.group] if options.group else [],
+        options = value.options
+        row = (
+            place.offset, value.nbytes, value.key, checksum, options.pin is Pin.HARD, 0,
+            self._core.tenant.name, options.group,
         )  # fmt: skip
         try:
-            self._segments.tell(where.node, Written(held, where.segment))
+            self._segments.tell_row(place.where, row)
         except TransferError as error:
             self._lose(place, error)
-            self._places.abandon(shard, place.batch)
+            self._places.abandon(value.shard, place.batch)
             return False
         return True
 
-    def _store(
-        self,
-        shard: int,
-        place: ReservedPlace,
-        key: bytes,
-        nbytes: int,
-        checksum: int,
-        options: PutOptions,
-        left: int,
-    ) -> m.Store:
+    def _store(self, value: _Value, place: ReservedPlace, checksum: int, left: int) -> m.Store:
         """What tells the master; it asks for further places if none is left."""
-        record = self._core.record
+        record, options = self._core.record, value.options
         following, more = record.next_batch(), []
         if not left:
             wanted = min(AHEAD_MAX, max(1, AHEAD_BYTES // place.space))
             more = [record.next_batch() for _ in range(wanted)]
         return m.Store(
-            record.name, place.batch, key, nbytes, checksum, following, more,
-            options.pin, options.pin_s, options.group, record.avoided(), self._places.untold(shard),
+            record.name, place.batch, value.key, value.nbytes, checksum, following, more,
+            options.pin, options.pin_s, options.group, record.avoided(),
+            self._places.untold(value.shard),
         )  # fmt: skip
 
     def _not_stored(self, shard: int, request: m.Store, error: KVStoreError) -> PutOutcome:

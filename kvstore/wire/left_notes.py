@@ -37,15 +37,22 @@ def write_note(note: Note) -> bytes:
     """Return what is left of a note in a mailbox; its stamp is kept there."""
     if isinstance(note, Written) and len(note.held.keys) == 1 and not any(note.held.chunk_bytes):
         held = note.held
-        tenant = held.tenants[0].encode() if held.tenants else b""
-        group = held.groups[0].encode() if held.groups else b""
-        pinned = bool(held.pinned and held.pinned[0])
-        head = _ONE.pack(
-            _ROW, note.segment, held.keys[0], held.offsets[0], held.lengths[0], held.checksums[0],
-            pinned, len(tenant),
+        row = (
+            held.offsets[0], held.lengths[0], held.keys[0], held.checksums[0],
+            bool(held.pinned and held.pinned[0]), 0,
+            held.tenants[0] if held.tenants else "", held.groups[0] if held.groups else "",
         )  # fmt: skip
-        return head + tenant + group
+        return write_row(note.segment, row)
     return _OTHER + _encode(note)
+
+
+def write_row(segment: int, row: Row) -> bytes:
+    """Return what is left of a block without a part table."""
+    offset, length, key, checksum, pinned, chunk_bytes, label, group = row
+    assert not chunk_bytes, row
+    tenant = label.encode()
+    head = _ONE.pack(_ROW, segment, key, offset, length, checksum, pinned, len(tenant))
+    return head + tenant + group.encode() if tenant or group else head
 
 
 def read_note(payload: bytes) -> tuple[int, Row] | Note:

@@ -67,6 +67,35 @@ def test_streamed_copies_stay_in_their_places_at_any_alignment(module: ModuleTyp
         assert found == xxhash.xxh3_64_intdigest(source[start : start + length].data), seed
 
 
+@pytest.mark.parametrize("nbytes", [1, 240, 241, 16_383, 16_384, 65_537, 1 << 20])
+def test_one_piece_is_copied_and_summed(module: ModuleType, nbytes: int) -> None:
+    rng = np.random.default_rng()
+    source = rng.integers(0, 256, nbytes + 100, dtype=np.uint8)
+    source.flags.writeable = False
+    target = rng.integers(0, 256, nbytes + 200, dtype=np.uint8)
+    start, place = (int(rng.integers(0, 100)) for _ in range(2))
+    expected = target.copy()
+    expected[place : place + nbytes] = source[start : start + nbytes]
+    found = module.copy_with_checksum(target, place, source, start, nbytes)
+    assert np.array_equal(target, expected)
+    assert found == xxhash.xxh3_64_intdigest(source[start : start + nbytes].data)
+
+
+def test_one_piece_outside_of_its_buffer_is_refused() -> None:
+    if not copying.COMPILED:
+        pytest.skip("kvstore._native is not built: no C compiler")
+    memory = np.zeros(1000, dtype=np.uint8)
+    other = np.zeros(1000, dtype=np.uint8)
+    copy = importlib.import_module("kvstore._native").copy_one_summed
+    for to, start, nbytes in ((0, 501, 500), (501, 0, 500), (-1, 0, 500), (0, -1, 500), (0, 0, 9)):
+        with pytest.raises(ValueError, match="not in both buffers"):
+            copy(memory, to, other, start, nbytes, True)
+    other.flags.writeable = False
+    with pytest.raises((ValueError, BufferError)):
+        copy(other, 0, memory, 0, 500, True)
+    assert not memory.any()
+
+
 def test_no_pieces_are_no_work(module: ModuleType) -> None:
     none = np.zeros(0, dtype=np.int64)
     memory = np.zeros(8, dtype=np.uint8)

@@ -260,16 +260,14 @@ def test_tcp_clients_send_theirs(stack, monkeypatch, still):
 
 @pytest.mark.parametrize("mailbox_bytes", [1024, 64 << 10])
 @pytest.mark.parametrize("other_clock", [False, True])
-def test_several_clients_in_a_pool_that_is_small(
-    stack, monkeypatch, still, mailbox_bytes, other_clock
-):
+def test_several_clients_in_a_pool_that_is_small(stack, monkeypatch, mailbox_bytes, other_clock):
     """What is there is known as it is, whoever wrote over whose place last."""
     masters = stack.enter_context(ExitStack())
     monkeypatch.setattr(mailbox, "MAILBOX_BYTES", mailbox_bytes)
     if other_clock:
         monkeypatch.setattr(Mailboxes, "offer_to", lambda self, peer: (b"", ""))
     monkeypatch.setattr(storing, "RESERVED_SHARE", 0.5)
-    pool = Pool(stack, segment_bytes=1 << 20, open_put_s=1.0, heartbeat_s=0.1)
+    pool = Pool(stack, segment_bytes=1 << 20, heartbeat_s=0.1)
     stores, rng, values = [pool.store, pool.connect(), pool.connect()], random.Random(), {}
     for _ in range(400):
         store, dice = rng.choice(stores), rng.random()
