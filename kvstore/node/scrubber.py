@@ -178,5 +178,7 @@ class Scrubber:
     def _pause_s(self, batch: list[IndexedBlock]) -> float:
         """How long this batch may take, so that the pass fills its period."""
         held = sum(segment.figures().held_bytes for segment in self._segments)
-        bytes_per_s = min(self._config.bytes_per_s, held / self._config.period_s)
-        return sum(block.nbytes for block in batch) / max(bytes_per_s, 1e-9)
+        nbytes = sum(block.nbytes for block in batch)
+        # What is held now may be less than the batch: its blocks went meanwhile.
+        share = min(1.0, nbytes / held) if held else 0.0
+        return max(nbytes / self._config.bytes_per_s, self._config.period_s * share)

@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 from contextlib import ExitStack
 
-from kvstore import MasterServer
+from kvstore import MasterServer, MasterUnavailable
 from tests.support.doomed_writer import put_and_die
 from tests.support.store_pool import WAIT_S, Pool
 from tests.support.waits import eventually
@@ -63,6 +63,15 @@ def test_what_it_stored_is_known_and_what_it_held_comes_back(stack):
     pool.master.close()
     pool.master = masters.enter_context(MasterServer(pool.config, secret=pool.secret, port=port))
     eventually(lambda: pool.master.statistics().nodes == 1, "the node registers again")
+
+    def answers():
+        try:
+            pool.store.exists(bytes(16))
+        except MasterUnavailable:  # a moment after one that was silent it is not asked
+            return False
+        return True
+
+    eventually(answers, "the store has found the new master")
     assert {key: pool.store.get(key) for key in doomed.values} == doomed.values
     assert doomed.name not in pool.nodes[0]._mailboxes._boxes, "its mailbox is gone with it"
     assert pool.store.remove_batch(list(doomed.values)) == len(doomed.values)

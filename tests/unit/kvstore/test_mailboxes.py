@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from configs.schema import TransferBackend, TransferConfig
-from kvstore import MasterServer, PutOutcome, copying, mailbox
+from kvstore import MasterServer, MasterUnavailable, PutOutcome, copying, mailbox
 from kvstore.client import reserved_places
 from kvstore.master import storing
 from kvstore.node.indexed_block import blocks_of
@@ -216,6 +216,16 @@ def restart(pool, masters):
     pool.master = masters.enter_context(MasterServer(pool.config, secret=pool.secret, port=port))
     pool.masters[:] = [pool.master]
     eventually(lambda: pool.master.statistics().nodes == len(pool.nodes), "nodes register again")
+    eventually(lambda: answers(pool.store), "the store has found the new master")
+
+
+def answers(store):
+    """Whether the master does; a moment after one that was silent it is not asked."""
+    try:
+        store.exists(bytes(16))
+    except MasterUnavailable:
+        return False
+    return True
 
 
 def test_no_put_wakes_the_node_and_a_new_master_knows_all(stack, monkeypatch, still):

@@ -51,6 +51,24 @@ def test_bad_blocks_of_every_medium_are_found_and_reported(tmp_path, stack, mast
     assert figures().last_pass_s > 0
 
 
+def test_blocks_that_go_while_they_are_read_cost_no_pause_without_end(stack, master):
+    scrub = {"period_s": 0.2, "bytes_per_s": 1 << 30}
+    node = LendingNode(stack, master.address, b"s", [{"bytes": SIZE}], scrub=scrub)
+    scrubber, segment = node.node._scrubber, node.segment(0)
+    verify, emptied = scrubber._verify, threading.Event()
+
+    def verify_and_lose(*args):
+        verify(*args)
+        segment.index.forget_range(0, SIZE)  # as if all had been written over
+        emptied.set()
+
+    scrubber._verify = verify_and_lose
+    node.put(0, 0, 40_000)
+    assert emptied.wait(WAIT_S)
+    passes = node.node.statistics().scrub.passes
+    eventually(lambda: node.node.statistics().scrub.passes > passes + 1)
+
+
 def test_a_pass_is_spread_over_its_period(stack, master):
     scrub = {"period_s": 2.0, "bytes_per_s": 1 << 40}
     with pytest.MonkeyPatch.context() as patch:
