@@ -34,6 +34,14 @@ def block_of(row: Row) -> IndexedBlock:
     )
 
 
+def row_of(block: IndexedBlock) -> Row:
+    """Return what `block_of` makes such a block of."""
+    return (
+        block.offset, block.length, block.key, block.checksum, block.pinned, block.chunk_bytes,
+        block.tenant, block.group,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockColumns:
     """Possible blocks of one segment, none over another.

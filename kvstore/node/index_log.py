@@ -27,8 +27,10 @@ import xxhash
 
 from kvstore.errors import SegmentUnusable
 from kvstore.keys import KEY_BYTES
+from kvstore.node.block_columns import row_of
 from kvstore.node.indexed_block import IndexedBlock
 from kvstore.node.node_index import NodeIndex
+from kvstore.wire.left_notes import Row
 from transfer import StorageBusy, StorageFailed, StorageFull
 from transfer.backends.direct_io import FULL
 
@@ -168,7 +170,7 @@ class IndexLog:
         """
         assert len(slab_id) == SLAB_ID_BYTES, len(slab_id)
         seed = _seed_of(slab_id)
-        whole = _header(self._nbytes, slab_id) + b"".join(put_record(b, seed) for b in blocks)
+        whole = _header(self._nbytes, slab_id) + _records_of(map(row_of, blocks), seed)
         new = self.path.with_name(self.path.name + ".new")
         fd = -1
         try:
@@ -190,7 +192,11 @@ class IndexLog:
 
     def put_record(self, block: IndexedBlock) -> bytes:
         """Return the record of a block that was written."""
-        return put_record(block, self._seed)
+        return put_record(row_of(block), self._seed)
+
+    def put_records(self, rows: Iterable[Row]) -> bytes:
+        """Return the records of many blocks that were written."""
+        return _records_of(rows, self._seed)
 
     def forget_record(self, low: int, high: int) -> bytes:
         """Return the record of a range that is about to be overwritten."""
@@ -225,20 +231,16 @@ class IndexLog:
         return True
 
 
-def put_record(block: IndexedBlock, seed: int) -> bytes:
+def put_record(row: Row, seed: int) -> bytes:
     """Return the record of a block."""
-    tenant, group = block.tenant.encode(), block.group.encode()
-    body = PUT_BODY.pack(
-        PUT,
-        block.pinned,
-        block.offset,
-        block.length,
-        block.checksum,
-        block.chunk_bytes,
-        block.key,
-        len(tenant),
-    )
-    return _framed(body + tenant + group, seed)
+    offset, length, key, checksum, pinned, chunk_bytes, tenant_name, group = row
+    tenant = tenant_name.encode()
+    body = PUT_BODY.pack(PUT, pinned, offset, length, checksum, chunk_bytes, key, len(tenant))
+    return _framed(body + tenant + group.encode(), seed)
+
+
+def _records_of(rows: Iterable[Row], seed: int) -> bytes:
+    return b"".join([put_record(row, seed) for row in rows])
 
 
 def log_error(path: Path, operation: str, error: OSError) -> StorageFailed:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.node.block_columns import BlockColumns
 from kvstore.node.index_log import IndexLog
 from kvstore.node.indexed_block import IndexedBlock, blocks_of
 from kvstore.node.node_index import NodeIndex
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 PENDING_BYTES_MAX: Final = 4 << 20
 # A log is replaced by a shorter one when it has grown to twice the size of the last, and this.
 SPARE_BYTES: Final = 1 << 20
+COLUMNS_MIN: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +71,19 @@ class KeptIndex:
         if self._log is None:
             with self._lock:
                 return self._index.record_all(held)
-        entered = 0
         with self._lock:
-            for block in blocks_of(held):
-                if self._index.record(block):
-                    entered += 1
-                    self._note(self._log.put_record(block))
+            # Columns take longer than a few blocks.
+            few = len(held.keys) < COLUMNS_MIN
+            columns = None if few else BlockColumns.of(held, self._index.nbytes)
+            if columns is not None:
+                entered = self._index.enter(columns)
+                self._note(self._log.put_records(columns.rows))
+            else:
+                entered = 0
+                for block in blocks_of(held):
+                    if self._index.record(block):
+                        entered += 1
+                        self._note(self._log.put_record(block))
             full = self._pending_bytes > PENDING_BYTES_MAX
         if full:
             self.flush()
@@ -81,13 +91,20 @@ class KeptIndex:
 
     def forget_range(self, low: int, high: int) -> int:
         """Forget what lies there, and let the log know before this returns."""
+        return self.forget_ranges([(low, high)])
+
+    def forget_ranges(self, ranges: Iterable[tuple[int, int]]) -> int:
+        """As `forget_range`, of many with one write of the log; return how many blocks."""
+        num_forgotten = 0
         with self._lock:
-            forgotten = self._index.forget_range(low, high)
-            if forgotten and self._log is not None:
-                self._note(self._log.forget_record(low, high))
-        if forgotten:
+            for low, high in ranges:
+                forgotten = self._index.forget_range(low, high)
+                if forgotten and self._log is not None:
+                    self._note(self._log.forget_record(low, high))
+                num_forgotten += forgotten
+        if num_forgotten:
             self.flush()
-        return forgotten
+        return num_forgotten
 
     def forget(self, block: IndexedBlock) -> bool:
         """Forget this very block; False if it is gone or replaced already."""

@@ -28,10 +28,13 @@ class NodeIndex:
 
     Args:
         nbytes: Size of the segment; blocks outside of it are ignored.
+
+    Attributes:
+        nbytes: As given.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._offsets: list[int] = []  # ascending
         self._blocks: dict[int, IndexedBlock | Row] = {}  # by offset
         self._ends: dict[int, int] = {}
@@ -55,9 +58,13 @@ class NodeIndex:
 
     def record_all(self, held: HeldBlocks) -> int:
         """Enter what a writer says of many; return how many were possible."""
-        columns = BlockColumns.of(held, self._nbytes)
+        columns = BlockColumns.of(held, self.nbytes)
         if columns is None:
             return sum(map(self.record, blocks_of(held)))
+        return self.enter(columns)
+
+    def enter(self, columns: BlockColumns) -> int:
+        """Enter possible blocks of a segment of this size; return how many."""
         known = list(map(self._ends.get, columns.offsets))
         if known != columns.ends:  # else each takes the very place of another: nothing moves
             fresh = [
@@ -72,7 +79,7 @@ class NodeIndex:
 
     def record(self, block: IndexedBlock) -> bool:
         """Enter what a writer says; False if it is impossible."""
-        if not block.fits(self._nbytes):
+        if not block.fits(self.nbytes):
             return False
         if self._ends.get(block.offset) != block.end:
             self._make_room([block.offset], [block.end])

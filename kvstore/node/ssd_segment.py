@@ -138,17 +138,15 @@ class SsdSegment:
         waiter.wait()
 
     def _forget(self, pieces: Pieces) -> None:
-        low = high = -1
+        """Forget what lies where pieces are written; one note for those behind one another."""
+        runs: list[tuple[int, int]] = []
         offsets, lengths = pieces.target_offsets.tolist(), pieces.lengths.tolist()
         for start, length in sorted(zip(offsets, lengths, strict=True)):
-            if start == high:
-                high += length
-                continue
-            if high > low:
-                self._index.forget_range(low, high)
-            low, high = start, start + length
-        if high > low:
-            self._index.forget_range(low, high)
+            if runs and runs[-1][1] == start:
+                runs[-1] = runs[-1][0], start + length
+            else:
+                runs.append((start, start + length))
+        self._index.forget_ranges(runs)
 
     def _bind(self, slab_is_new: bool, readable: bool) -> NodeIndex:
         """Find out whether slab and index belong together; return what is to be believed."""

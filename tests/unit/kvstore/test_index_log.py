@@ -16,7 +16,7 @@ from kvstore.node.index_log import HEADER_BYTES, IndexLog
 from kvstore.node.indexed_block import columns_of
 from kvstore.node.kept_index import KeptIndex
 from kvstore.node.node_index import NodeIndex
-from tests.unit.kvstore.test_node_index import SIZE, facts, random_block
+from tests.unit.kvstore.test_node_index import SIZE, facts, random_block, random_columns
 from transfer import StorageBusy, StorageFailed
 
 SLAB = b"0123456789abcdef"
@@ -36,7 +36,9 @@ def fresh(path):
 
 def churn(index: KeptIndex, rng: random.Random, steps: int) -> None:
     for _ in range(steps):
-        if rng.random() < 0.8:
+        if rng.random() < 0.2:
+            index.record(columns_of(random_columns(rng)))
+        elif rng.random() < 0.8:
             index.record(columns_of([random_block(rng)]))
         else:
             low = rng.randrange(SIZE)
@@ -68,6 +70,26 @@ def test_what_was_noted_is_there_after_a_restart(tmp_path):
         kept = KeptIndex(log.replay(), log)
     kept.close()
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_many_that_are_overwritten_are_forgotten_with_one_write(tmp_path, monkeypatch):
+    path = tmp_path / "index"
+    kept = KeptIndex(NodeIndex(SIZE), fresh(path))
+    rng = random.Random(secrets.randbits(32))
+    for place in range(0, SIZE - 600, 600):
+        block = random_block(rng)
+        block.offset, block.chunk_bytes = place, 0
+        kept.record(columns_of([block]))
+    kept.flush()
+    writes, pwrite = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *a: writes.append(a) or pwrite(*a))
+    number = kept.forget_ranges((place, place + 600) for place in range(0, SIZE, 1200))
+    assert (number, len(writes)) == (3, 1)
+    assert kept.forget_ranges([(0, 600), (1200, 1300)]) == 0
+    assert len(writes) == 1, "nothing was there: nothing is noted"
+    expected = [facts(block) for block in kept.blocks()]
+    kept._log.close()  # killed: nothing else was written
+    assert replayed(path) == expected
 
 
 def test_a_log_that_grew_is_replaced_by_a_short_one(tmp_path, monkeypatch):
