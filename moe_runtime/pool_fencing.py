@@ -3,6 +3,9 @@
 Who is no longer in the view is shut out of the pool at once, but may still run and write: what it
 was writing to is set aside. Only when the agent that reaped the process has said so, is it dead
 for certain, and the memory can be used again.
+
+A master of its own that is replaced knows nothing of that: its successor would wait for writers
+that have ended, and listen to those that are out. So masters elsewhere are told again and again.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
+TELL_AGAIN_S = 5.0
+DEAD_MAX = 1024  # ends that are told again
 
 
 class Fences(Protocol):
@@ -96,6 +102,9 @@ class PoolFencing:
         self._fenced: set[str] = set()
         #: to be fenced still: masters elsewhere have not heard of it
         self._untold: set[str] = set()
+        #: dead for certain, and so told; the oldest first
+        self._dead: dict[str, None] = {}
+        self._tell_again_at = 0.0
         self._looking: asyncio.Task[None] | None = None
 
     def on_view(self, view: View) -> None:
@@ -119,8 +128,10 @@ class PoolFencing:
             await asyncio.gather(self._looking, return_exceptions=True)
 
     async def _look(self) -> None:
-        while self._fenced or self._untold:
+        self._tell_again_at = time.monotonic() + TELL_AGAIN_S
+        while self._fenced or self._untold or (self._waits and self._dead):
             await self._tell()
+            await self._tell_again()
             try:
                 dead = await asyncio.to_thread(self._membership.exits, sorted(self._fenced))
             except ElasticError as error:
@@ -128,6 +139,7 @@ class PoolFencing:
                 dead = {}
             if dead and await self._do(self._master.confirm_dead, sorted(dead)):
                 self._fenced -= dead.keys()
+                self._remember(dead)
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _tell(self) -> None:
@@ -135,6 +147,21 @@ class PoolFencing:
         if untold and await self._do(self._master.fence, sorted(untold)):
             self._untold -= untold
             self._fenced |= untold
+
+    def _remember(self, dead: Iterable[str]) -> None:
+        self._dead.update(dict.fromkeys(dead))
+        while len(self._dead) > DEAD_MAX:
+            del self._dead[next(iter(self._dead))]
+
+    async def _tell_again(self) -> None:
+        """Whoever leads now may have begun to after the last time."""
+        if not self._waits or time.monotonic() < self._tell_again_at:
+            return
+        self._tell_again_at = time.monotonic() + TELL_AGAIN_S
+        if self._fenced:
+            await self._do(self._master.fence, sorted(self._fenced))
+        if self._dead:
+            await self._do(self._master.confirm_dead, sorted(self._dead))
 
     async def _do(self, act: Callable[[Sequence[str]], None], incarnations: list[str]) -> bool:
         try:

@@ -9,7 +9,7 @@ from dispatch import ExpertMap
 from elastic.errors import StoreUnavailable
 from elastic.view import View
 from moe_runtime import pool_fencing
-from moe_runtime.pool_fencing import PoolFencing
+from moe_runtime.pool_fencing import PoolFencing, RemoteMasters
 from tests.support.local_store import LocalStore
 from tests.support.membership_network import member
 
@@ -105,3 +105,45 @@ def test_a_store_that_does_not_answer_is_asked_again(monkeypatch):
         await until(lambda: master.dead == [member(1).incarnation])
 
     run(scenario, monkeypatch)
+
+
+class Elsewhere(RemoteMasters):
+    """A master of its own; `restart` puts another one in its place, which knows nothing."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self):
+        self.fenced, self.dead = set(), set()
+
+    def fence(self, incarnations):
+        self.fenced.update(incarnations)
+
+    def confirm_dead(self, incarnations):
+        self.dead.update(incarnations)
+
+
+def test_the_next_master_hears_of_those_that_were_out_before_it_came(monkeypatch):
+    monkeypatch.setattr(pool_fencing, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(pool_fencing, "TELL_AGAIN_S", 0.05)
+    monkeypatch.setattr(pool_fencing, "DEAD_MAX", 2)
+
+    async def scenario():
+        master, store = Elsewhere(), LocalStore()
+        fencing = PoolFencing(master, store)
+        try:
+            fencing.on_view(view(1, *(member(rank) for rank in range(5))))
+            fencing.on_view(view(2, member(0)))
+            out = [member(rank).incarnation for rank in range(1, 5)]
+            for name in out[:3]:  # the last one may still write
+                store.report_exit(name, "killed by signal 9")
+                await until(lambda name=name: name in master.dead)
+            master.restart()
+            await until(lambda: master.fenced == {out[3]} and master.dead == set(out[1:3]))
+            store.report_exit(out[3], "exit status 0")
+            master.restart()
+            await until(lambda: master.dead == set(out[2:4]))
+        finally:
+            await fencing.close()
+
+    asyncio.run(scenario())
