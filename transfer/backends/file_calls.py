@@ -63,6 +63,8 @@ class WholeCalls(SharedWork):
         self._writes = writes
         self._operation = "write" if writes else "read"
         self._next = np.zeros(1, dtype=np.int64)
+        block = access.alignment.block
+        self._runs = (extents.lows // block).tolist(), (extents.highs // block).tolist()
 
     def __len__(self) -> int:
         return len(self._extents)
@@ -82,9 +84,7 @@ class WholeCalls(SharedWork):
         if not self._writes:
             self._take_calls(crowded)
             return
-        block = access.alignment.block
-        lows, highs = self._extents.lows // block, self._extents.highs // block
-        held = access.locks.acquire_all(lows.tolist(), highs.tolist(), deadline=self._deadline)
+        held = access.locks.acquire_all(*self._runs, deadline=self._deadline)
         if held is None:
             raise TransferTimeout(access.path, self._operation, backend="file")
         try:
