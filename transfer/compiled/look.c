@@ -8,20 +8,29 @@
 #define LOOK_NS 50000
 #define LOOKS_LEFT_OUT_MAX 1023
 
-/* How often looking has been left out, and shall be; guarded by whoever owns it. */
+/* How often looking has been left out, and shall be; whether the other side shares this core, as was
+ * seen some calls ago. Guarded by whoever owns it. */
 typedef struct {
     int left_out, to_leave_out;
+    unsigned num_asked;
+    bool shares;
 } Looks;
+
+/* The kernel moves threads once in thousands of requests. */
+#define ASKED_EVERY 16
 
 /* Whether the other side may need this very core to answer: it sent from here when it last did. Then
  * it should have the core in between; else to offer it would only lose it to somebody else. (What
  * came over a network was taken in here, which does no harm.) */
-static bool shares_core(int fd)
+static bool shares_core(Looks *looks, int fd)
 {
-    int core = -1;
-    socklen_t size = sizeof core;
-    (void)getsockopt(fd, SOL_SOCKET, SO_INCOMING_CPU, &core, &size);
-    return core < 0 || core == sched_getcpu();
+    if (looks->num_asked++ % ASKED_EVERY == 0) {
+        int core = -1;
+        socklen_t size = sizeof core;
+        (void)getsockopt(fd, SOL_SOCKET, SO_INCOMING_CPU, &core, &size);
+        looks->shares = core < 0 || core == sched_getcpu();
+    }
+    return looks->shares;
 }
 
 /* Whether it is worth a try. */

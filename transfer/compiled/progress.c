@@ -17,7 +17,7 @@ static bool may_look_for_answer(Lane *lane)
 static bool look_for_answer(Lane *lane, Finished *finished)
 {
     int64_t end = now_ns() + LOOK_NS;
-    bool over, yields = shares_core(lane->input.fd);
+    bool over, yields = shares_core(&lane->looks, lane->input.fd);
     do {
         move_lane(lane, POLLIN, finished);
         over = finished->first || lane->evidence[0];

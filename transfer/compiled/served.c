@@ -381,16 +381,16 @@ static void lock_between_turns(Server *server)
 }
 
 /* Sleep until a connection is ready. Whoever sent something small does so again as soon as it has
- * the answer, most likely: so it is looked for first. */
+ * the answer, most likely: so it is looked for first, unless that one needs this core for it. */
 static int await_ready(Server *server, struct epoll_event *events, int timeout_ms)
 {
     int n = 0;
-    if (server->served_small && timeout_ms && may_look(&server->looks)) {
+    if (server->served_small && timeout_ms && !shares_core(&server->looks, server->small_fd) &&
+        may_look(&server->looks)) {
         int64_t end = now_ns() + LOOK_NS;
-        bool yields = shares_core(server->small_fd);
-        while (!(n = epoll_wait(server->epoll, events, EVENTS_MAX, 0)) && now_ns() < end)
-            if (yields)
-                sched_yield();
+        do
+            n = epoll_wait(server->epoll, events, EVENTS_MAX, 0);
+        while (!n && now_ns() < end);
         note_look(&server->looks, n > 0, end);
     }
     server->served_small = false;
