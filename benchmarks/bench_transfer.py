@@ -97,6 +97,9 @@ def contestants_of(case: Case) -> list[Contestant]:
         return [own, *([prepared] if small_write else []), nixl, memcpy]
     counts = (1,) if case.size == 4096 else sorted({1, CONNECTIONS, 4})
     raw = [Contestant(name=f"raw-{n}", side="raw", request={"connections": n}) for n in counts]
+    if case.size != 4096:  # for comparison, not for a bar: as our connections within a host are
+        reno = {"connections": CONNECTIONS, "congestion": "reno"}
+        raw.append(Contestant(name=f"raw-{CONNECTIONS} reno", side="raw", request=reno))
     return [own, Contestant(name="mooncake", side="mooncake"), nixl, *raw]
 
 

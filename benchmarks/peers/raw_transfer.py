@@ -16,10 +16,14 @@ from typing import Any
 import exchange
 
 KINDS = {"write": 0, "read": 1}
+SYSTEM, RENO = "system", "reno"
 
 
 class RawSide:
-    """Several connections of which a request uses the first `connections`; 0 is memcpy."""
+    """Several connections of which a request uses the first `connections`; 0 is memcpy.
+
+    They have the system's congestion control, or the request's `congestion`.
+    """
 
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
@@ -28,8 +32,8 @@ class RawSide:
         self.pids = [os.getpid(), self._target.pid]
         self._memory = exchange.filled(exchange.WINDOW_BYTES, 1)
         self._other = exchange.filled(exchange.WINDOW_BYTES, 2)
-        self._sets: dict[int, Any] = {}
-        self._port = told["port"]
+        self._sets: dict[tuple[int, str], Any] = {}
+        self._ports = told["ports"]
         self._copied = False
 
     def local(self) -> Any:
@@ -52,7 +56,7 @@ class RawSide:
                 return lambda: keep and copy(other, base, there, here, size, blocks)
             return lambda: keep and copy(base, other, here, there, size, blocks)
         count = request["connections"]
-        descriptors = self._connections(count)
+        descriptors = self._connections(count, request.get("congestion", SYSTEM))
         kind, move = KINDS[request["op"]], self._library.raw_move
 
         def go() -> None:
@@ -61,16 +65,20 @@ class RawSide:
 
         return go
 
-    def _connections(self, count: int) -> Any:
-        if count not in self._sets:
-            descriptors = [self._library.raw_connect(self._port) for _ in range(count)]
+    def _connections(self, count: int, congestion: str) -> Any:
+        if (count, congestion) not in self._sets:
+            port = self._ports[congestion]
+            descriptors = [self._library.raw_connect(port) for _ in range(count)]
             if min(descriptors) < 0:
                 raise RuntimeError("cannot connect")
+            for descriptor in descriptors if congestion != SYSTEM else ():
+                with socket.socket(fileno=os.dup(descriptor)) as sock:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
             for descriptor in descriptors if count > 1 else ():
                 flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
                 fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_NONBLOCK)
-            self._sets[count] = (ctypes.c_int * count)(*descriptors)
-        return self._sets[count]
+            self._sets[count, congestion] = (ctypes.c_int * count)(*descriptors)
+        return self._sets[count, congestion]
 
 
 def target(library: str) -> None:
@@ -78,12 +86,15 @@ def target(library: str) -> None:
     import threading
 
     memory = exchange.filled(exchange.WINDOW_BYTES, 7)
-    listener = socket.create_server(("127.0.0.1", 0))
-    arguments = (listener.fileno(), ctypes.c_void_p(memory.ctypes.data),
-                 ctypes.c_size_t(memory.nbytes))  # fmt: skip
     serve = ctypes.CDLL(library).raw_serve
-    threading.Thread(target=serve, args=arguments, daemon=True).start()
-    exchange.say({"port": listener.getsockname()[1]})
+    listeners = {name: socket.create_server(("127.0.0.1", 0)) for name in (SYSTEM, RENO)}
+    # What it accepts is as it is.
+    listeners[RENO].setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, RENO.encode())
+    for listener in listeners.values():
+        arguments = (listener.fileno(), ctypes.c_void_p(memory.ctypes.data),
+                     ctypes.c_size_t(memory.nbytes))  # fmt: skip
+        threading.Thread(target=serve, args=arguments, daemon=True).start()
+    exchange.say({"ports": {name: sock.getsockname()[1] for name, sock in listeners.items()}})
     exchange.serve_bytes(memory)
     os._exit(0)
 
