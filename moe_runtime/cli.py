@@ -55,7 +55,7 @@ COMMANDS = {
     "store": LazyCommand(
         module="moe_runtime.store_command",
         attribute="store_command",
-        help="Administer the KV store: status, ls, verify, drain, rebalance, tenants.",
+        help="Administer the KV store: status, ls, verify, drain, rebalance, ...",
     ),
     "store-master": LazyCommand(
         module="moe_runtime.store_processes",

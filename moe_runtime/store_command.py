@@ -1,4 +1,4 @@
-"""`moe-runtime store status | ls | verify | drain | rebalance | tenants`.
+"""`moe-runtime store status | ls | verify | drain | rebalance | tenants | writers`.
 
 Asks the administration service (`--url`, with the administrators' token), or the masters themselves
 (`--master`, with the cluster secret).
@@ -238,6 +238,22 @@ def tenants(admin: Admin, as_json: bool, quotas: tuple[str, ...]) -> None:
         _console().print(tables.tenant_table(page))
 
 
+@store_command.command()
+@reached
+@click.option("--dead", default="", metavar="WRITER",
+              help="First say that this one (its name, or an unambiguous beginning of it) certainly"
+              " runs no more; were it alive, it would spoil others' blocks.")  # fmt: skip
+def writers(admin: Admin, as_json: bool, dead: str) -> None:
+    """Show who may still write to what. Of the dead, it is quarantined until somebody says so."""
+    if dead:
+        admin.confirm_dead(_one_of([row.writer for row in admin.writers().writers], dead, "writer"))
+    page = admin.writers()
+    if as_json:
+        _print_json(page)
+    else:
+        _console().print(tables.writer_table(page))
+
+
 def _parse_quota(text: str) -> tuple[str, int | None]:
     tenant, given, number = text.partition("=")
     if not given:
@@ -318,12 +334,15 @@ def _direct(masters: tuple[str, ...], secret_file: Path | None) -> DirectAdmin:
 
 
 def _whole_name(admin: Admin, given: str) -> str:
-    names = sorted({segment.node for segment in admin.status().segments})
+    return _one_of(sorted({segment.node for segment in admin.status().segments}), given, "node")
+
+
+def _one_of(names: list[str], given: str, what: str) -> str:
     found = [given] if given in names else [name for name in names if name.startswith(given)]
     if len(found) == 1 and given:
         return found[0]
-    problem = "more than one node begins with" if found else "there is no node"
-    raise click.ClickException(f"{problem} {given!r}; nodes: {', '.join(names) or 'none'}")
+    problem = f"more than one {what} begins with" if found else f"there is no {what}"
+    raise click.ClickException(f"{problem} {given!r}; {what}s: {', '.join(names) or 'none'}")
 
 
 def _watch_verification(admin: Admin, job_id: str) -> VerifyReport:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         PoolReport,
         TenantPage,
         VerifyReport,
+        WriterPage,
     )
 
 _NUMERIC = "right"
@@ -127,6 +128,14 @@ def tenant_table(page: TenantPage) -> Table:
     for row in page.tenants:
         quota = "none" if row.quota_bytes is None else shown_bytes(row.quota_bytes)
         table.add_row(row.tenant or "-", str(row.blocks), shown_bytes(row.used_bytes), quota)
+    return table
+
+
+def writer_table(page: WriterPage) -> Table:
+    """One row per writer."""
+    table = _table(("writer", ""), *((name, _NUMERIC) for name in ("open", "quarantined")))
+    for row in page.writers:
+        table.add_row(row.writer, shown_bytes(row.open_bytes), shown_bytes(row.quarantined_bytes))
     return table
 
 

@@ -131,6 +131,10 @@ def _add_questions(app: FastAPI, admin: StoreAdmin) -> None:
     async def tenants() -> Response:
         return _json(await asyncio.to_thread(admin.tenants))
 
+    @app.get(f"{PREFIX}/writers")
+    async def writers() -> Response:
+        return _json(await asyncio.to_thread(admin.writers))
+
 
 def _add_orders(app: FastAPI, admin: StoreAdmin) -> None:
     @app.post(f"{PREFIX}/drains/{{node}}")
@@ -140,6 +144,11 @@ def _add_orders(app: FastAPI, admin: StoreAdmin) -> None:
     @app.delete(f"{PREFIX}/drains/{{node}}")
     async def cancel_drain(node: str) -> Response:
         return _json(await asyncio.to_thread(admin.drain, node, cancel=True))
+
+    @app.post(f"{PREFIX}/writers/{{writer}}/dead")
+    async def confirm_dead(writer: str) -> Response:
+        await asyncio.to_thread(admin.confirm_dead, writer)
+        return _json({"writer": writer})
 
     @app.post(f"{PREFIX}/rebalance")
     async def rebalance(request: Request) -> Response:

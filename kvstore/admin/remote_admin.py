@@ -18,6 +18,7 @@ from kvstore.admin.reports import (
     TenantPage,
     VerifyOptions,
     VerifyReport,
+    WriterPage,
 )
 from kvstore.errors import AdminRefused, AdminUnavailable
 
@@ -104,6 +105,14 @@ class RemoteAdmin:
     def tenants(self) -> TenantPage:
         """See `StoreAdmin.tenants`."""
         return self._ask("GET", "/tenants", TenantPage)
+
+    def writers(self) -> WriterPage:
+        """See `StoreAdmin.writers`."""
+        return self._ask("GET", "/writers", WriterPage)
+
+    def confirm_dead(self, writer: str) -> None:
+        """See `StoreAdmin.confirm_dead`."""
+        self._ask("POST", f"/writers/{quote(writer, safe='')}/dead", dict[str, Any])
 
     def drain(self, node: str, *, cancel: bool = False) -> DrainReport:
         """See `StoreAdmin.drain`."""

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvstore.wire.messages import Draining, NodeAddress, TenantFigures
+from kvstore.wire.messages import Draining, NodeAddress, TenantFigures, WriterFigures
 
 
 class MasterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +87,12 @@ class TenantPage(msgspec.Struct, frozen=True, kw_only=True):
     """Tenants that are configured or use something, all masters added up."""
 
     tenants: list[TenantFigures]
+
+
+class WriterPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Writers that were given places and have not said what became of them."""
+
+    writers: list[WriterFigures]
 
 
 class RebalanceReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from kvstore.admin.reports import (
     RebalanceReport,
     SegmentReport,
     TenantPage,
+    WriterPage,
 )
 from kvstore.admin.silent_master import why_silent
 from kvstore.discovery.directory import MasterDirectory, as_directory
@@ -153,6 +154,23 @@ class StoreAdmin:
                 found[row.tenant] = row if other is None else _both(row, other)
         return TenantPage(tenants=[found[name] for name in sorted(found)])
 
+    def writers(self) -> WriterPage:
+        """Return who may still write to what, all masters added up. Raises as `blocks`."""
+        found: dict[str, list[m.WriterFigures]] = {}
+        for link in self._links:
+            for row in link.ask(m.ListWriters(), m.WriterList).writers:
+                found.setdefault(row.writer, []).append(row)
+        return WriterPage(
+            writers=[
+                m.WriterFigures(
+                    writer=name,
+                    open_bytes=sum(row.open_bytes for row in rows),
+                    quarantined_bytes=sum(row.quarantined_bytes for row in rows),
+                )
+                for name, rows in sorted(found.items())
+            ]
+        )
+
     # -- orders -------------------------------------------------------------------------------
 
     def drain(self, node: str, *, cancel: bool = False) -> DrainReport:
@@ -194,6 +212,14 @@ class StoreAdmin:
         each = None if nbytes is None else -(-nbytes // len(self._links))
         for link in self._links:
             link.ask(m.SetQuota(tenant, each), m.Done)
+
+    def confirm_dead(self, writer: str) -> None:
+        """Tell the masters that an incarnation certainly runs no more: they reuse its places.
+
+        If it does run, what it still writes lands in others' blocks; checksums find that.
+        """
+        for link in self._links:
+            link.ask(m.Fence([writer], dead=True), m.Done)
 
     def report_corrupt(self, key: str, where: m.NodeAddress, offset: int) -> int:
         """Tell the master that holds a key of a copy with wrong bytes; return how many went."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.copy_state import OPEN, QUARANTINED
 from kvstore.master.books.groups import NO_GROUP
 from kvstore.master.key_order import KeyOrder
 from kvstore.master.transition import NEVER, Transition
@@ -24,7 +25,11 @@ class Inventory:
 
     def transitions(self) -> Mapping[type, Transition]:
         """Return what carries out which type of request."""
-        return {m.ListBlocks: self._list_blocks, m.ListSegments: self._list_segments}
+        return {
+            m.ListBlocks: self._list_blocks,
+            m.ListSegments: self._list_segments,
+            m.ListWriters: self._list_writers,
+        }
 
     def advance(self, now: float) -> float:
         """Nothing is ever due."""
@@ -96,5 +101,22 @@ class Inventory:
                     draining=segment.node.draining,
                 )
                 for segment in self._catalog.pool
+            ]
+        )
+
+    def _list_writers(self, request: m.ListWriters, now: float) -> m.Reply:
+        del request, now
+        table = self._catalog.table
+        nbytes: dict[str, dict[int, int]] = {}
+        for batch in self._catalog.puts:
+            sizes = nbytes.setdefault(batch.client, {OPEN: 0, QUARANTINED: 0})
+            for row in batch.rows.values():
+                sizes[table.state[row]] += table.space[row]
+        return m.WriterList(
+            [
+                m.WriterFigures(
+                    writer=name, open_bytes=sizes[OPEN], quarantined_bytes=sizes[QUARANTINED]
+                )
+                for name, sizes in sorted(nbytes.items())
             ]
         )

@@ -15,7 +15,8 @@ length), and segments are named once per message and then by index.
     Allocate    client   -> Allocated        ListTenants   admin   -> TenantList
     Finish      client   -> Finished         SetQuota      admin   -> Done
     Reserve     client   -> Reserved         Store         client  -> Stored
-    Exists      client   -> Present          any illegal one       -> Refused
+    Exists      client   -> Present          ListWriters   admin   -> WriterList
+                                             any illegal one       -> Refused
 
 Peer notes (`TransferEngine.notify`): AskSegment client -> node, OfferSegment node -> client,
 Written and Unwritten client -> node.
@@ -130,6 +131,12 @@ from kvstore.wire.replies import (
 from kvstore.wire.replies import (
     TenantList as TenantList,
 )
+from kvstore.wire.replies import (
+    WriterFigures as WriterFigures,
+)
+from kvstore.wire.replies import (
+    WriterList as WriterList,
+)
 from kvstore.wire.requests import (
     Allocate as Allocate,
 )
@@ -165,6 +172,9 @@ from kvstore.wire.requests import (
 )
 from kvstore.wire.requests import (
     ListTenants as ListTenants,
+)
+from kvstore.wire.requests import (
+    ListWriters as ListWriters,
 )
 from kvstore.wire.requests import (
     Lookup as Lookup,

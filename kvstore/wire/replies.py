@@ -243,6 +243,26 @@ class TenantList(msgspec.Struct, frozen=True, tag="tenant_list"):
     tenants: list[TenantFigures]
 
 
+class WriterFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one incarnation may still write to.
+
+    Attributes:
+        writer: Its name.
+        open_bytes: Of places that it has begun with, or holds ahead.
+        quarantined_bytes: Given to nobody before it is known to be dead.
+    """
+
+    writer: str
+    open_bytes: int
+    quarantined_bytes: int
+
+
+class WriterList(msgspec.Struct, frozen=True, tag="writer_list"):
+    """All writers with places of theirs."""
+
+    writers: list[WriterFigures]
+
+
 Reply = (
     Registered
     | Known
@@ -262,4 +282,5 @@ Reply = (
     | SegmentList
     | Draining
     | TenantList
+    | WriterList
 )

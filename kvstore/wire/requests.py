@@ -301,6 +301,10 @@ class ListTenants(msgspec.Struct, frozen=True, tag="list_tenants"):
     """Who may use how much, and does."""
 
 
+class ListWriters(msgspec.Struct, frozen=True, tag="list_writers"):
+    """Who was given places and has not said what became of them?"""
+
+
 class SetQuota(msgspec.Struct, frozen=True, tag="set_quota"):
     """A tenant may use so many bytes from now on; None: as many as there are."""
 
@@ -334,5 +338,6 @@ Request = (
     | Drain
     | Rebalance
     | ListTenants
+    | ListWriters
     | SetQuota
 )

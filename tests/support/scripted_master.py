@@ -39,6 +39,7 @@ class ScriptedMaster:
         self.tenants = list(tenants)
         self.statistics = statistics or figures(blocks=len(self.keys))
         self.drains: dict[str, list[m.Draining]] = {}
+        self.writers: list[m.WriterFigures] = []
         self.asked: list[m.Request] = []
         self._server = RpcServer(SECRET, self._handle, host="127.0.0.1", port=0)
 
@@ -64,6 +65,11 @@ class ScriptedMaster:
                 return m.TenantList(self.tenants)
             case m.ListBlocks():
                 return self._page(request)
+            case m.ListWriters():
+                return m.WriterList(self.writers)
+            case m.Fence():
+                self.writers = [w for w in self.writers if w.writer not in request.incarnations]
+                return m.Done(1)
             case m.Drain():
                 reports = self.drains.get(request.node)
                 if reports is None:

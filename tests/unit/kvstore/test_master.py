@@ -339,3 +339,21 @@ def test_books_that_do_not_balance_are_found():
     table.leases[table.rows()[0]] = 0
     with pytest.raises(InvariantViolated, match="miscounted"):
         scene.master.check_invariants()
+
+
+def test_writers_are_listed_until_they_are_done_or_dead():
+    scene = Scene("a", "b", blocks=4)
+    scene.put("done", 9)
+    scene.allocate("w", 1, 2)
+    scene.allocate("v", 3)
+    rows = scene.step(m.ListWriters()).writers
+    assert [(row.writer, row.open_bytes, row.quarantined_bytes) for row in rows] == [
+        ("v", BLOCK, 0),
+        ("w", 2 * BLOCK, 0),
+    ]
+    scene.step(m.Fence(["w"], dead=False))
+    (row,) = [row for row in scene.step(m.ListWriters()).writers if row.writer == "w"]
+    assert (row.open_bytes, row.quarantined_bytes) == (0, 2 * BLOCK)
+    scene.step(m.Fence(["w"], dead=True))
+    assert [row.writer for row in scene.step(m.ListWriters()).writers] == ["v"]
+    assert scene.figures.quarantined_bytes == 0

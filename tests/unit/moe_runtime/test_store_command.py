@@ -234,3 +234,21 @@ def test_a_silent_master_is_looked_at(master):
         port = listener.getsockname()[1]
     with StoreAdmin(f"127.0.0.1:{port}", secret=other, timeout_s=0.3) as admin:
         assert "refused" in str(admin.status().masters[0].problem)
+
+
+def test_what_a_dead_writer_left_is_freed_when_somebody_says_so(store, master):
+    master.writers = [
+        m.WriterFigures(writer=name, open_bytes=0, quarantined_bytes=3 << 20)
+        for name in ("abcd", "abff", "0123")
+    ]
+    shown = store("writers").stdout
+    assert all(name in shown for name in ("abcd", "abff", "0123"))
+    assert "3 MiB" in shown
+    for unclear in ("ab", "x"):
+        result = store("writers", "--dead", unclear)
+        assert result.exit_code == 1
+        assert "writers: 0123, abcd, abff" in result.stderr
+    assert m.Fence(["abcd"], dead=True) not in master.asked
+    left = json.loads(store("writers", "--dead", "abc", "--json").stdout)["writers"]
+    assert m.Fence(["abcd"], dead=True) in master.asked
+    assert [row["writer"] for row in left] == ["0123", "abff"]
