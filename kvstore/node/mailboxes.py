@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import TYPE_CHECKING, Final
 
 import msgspec.structs
@@ -26,7 +27,7 @@ from kvstore import copying, mailbox
 from kvstore.node.indexed_block import blocks_of, columns_of
 from kvstore.wire.left_notes import Note, NoteMalformed, Row, columns_of_rows, read_note
 from kvstore.wire.messages import HeldBlocks
-from kvstore.wire.peer_messages import Unwritten
+from kvstore.wire.peer_messages import Unwritten, Written
 from transfer import Access, TransferError, allocate
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAILBOXES_MAX: Final = 1024
 RECENT_MAX: Final = 4096  # taken notes that are remembered for those that come late
+RECENT_BLOCKS_MAX: Final = 1 << 16  # of those together
 
 Said = Note | Row
 
@@ -67,8 +69,9 @@ class Mailboxes:
         self._enter = enter
         self._lock = threading.RLock()
         self._boxes: dict[str, _Mailbox] = {}
-        # stamp, segment, what was said
-        self._recent: deque[tuple[int, int, Said]] = deque(maxlen=RECENT_MAX)
+        # stamp, segment, what was said (of many blocks no more than where they are)
+        self._recent: deque[tuple[int, int, Said]] = deque()
+        self._recent_blocks = 0
         self._clock = mailbox.clock_name()
         self._closed = False
         engine.on_peer_lost(lambda peer, evidence: self.remove(peer))
@@ -103,7 +106,7 @@ class Mailboxes:
             if kept is not None:
                 self._enter(note.segment, [kept])
                 if note.stamp:
-                    self._recent.append((note.stamp, note.segment, kept))
+                    self._remember([(note.stamp, note.segment, kept)])
 
     def remove(self, peer: str) -> None:
         """A client is gone: take what it left, and free its mailbox."""
@@ -177,27 +180,48 @@ class Mailboxes:
         read = [said for stamp, payload in stamped for said in _read(stamp, payload)]
         for segment, run in groupby(read, key=itemgetter(1)):
             self._enter(segment, [said for _, _, said in run])
-        self._recent.extend(read)
+        self._remember(read)
+
+    def _remember(self, taken: Iterable[tuple[int, int, Said]]) -> None:
+        recent = self._recent
+        for stamp, segment, said in taken:
+            if isinstance(said, Written):
+                places = HeldBlocks(offsets=said.held.offsets, lengths=said.held.lengths)
+                recent.append((stamp, segment, msgspec.structs.replace(said, held=places)))
+            else:
+                recent.append((stamp, segment, said))
+            self._recent_blocks += _num_blocks(said)
+        while len(recent) > RECENT_MAX or self._recent_blocks > RECENT_BLOCKS_MAX:
+            self._recent_blocks -= _num_blocks(recent.popleft()[2])
 
     def _without_late(self, note: Note) -> Note | None:
         """Return a sent note, or what is left of it where later ones were taken before it."""
         if not note.stamp:
             return note
-        later = [
-            span
-            for stamp, segment, other in self._recent
-            if stamp > note.stamp and segment == note.segment
-            for span in _spans(other)
-        ]
-        if not later:
+        starts: list[int] = []
+        ends: list[int] = []
+        for stamp, segment, other in self._recent:
+            if stamp > note.stamp and segment == note.segment:
+                begin, end = _bounds(other)
+                starts += begin
+                ends += end
+        if not starts:
             return note
         if isinstance(note, Unwritten):
-            return None if any(start == note.offset for start, _ in later) else note
-        kept = [
-            block
-            for block in blocks_of(note.held)
-            if not any(start < block.end and block.offset < end for start, end in later)
-        ]
+            return None if note.offset in starts else note
+        starts.sort()
+        ends.sort()
+
+        def is_free(start: int, end: int) -> bool:
+            """As many of the later ones end before these bytes as begin before their end."""
+            return bisect_left(starts, end) <= bisect_right(ends, start)
+
+        held = note.held
+        if not held.chunk_bytes and all(
+            map(is_free, held.offsets, map(add, held.offsets, held.lengths))
+        ):
+            return note  # as nearly always
+        kept = [block for block in blocks_of(held) if is_free(block.offset, block.end)]
         return msgspec.structs.replace(note, held=columns_of(kept)) if kept else None
 
 
@@ -224,11 +248,17 @@ def _read(stamp: int, payload: bytes) -> Iterator[tuple[int, int, Said]]:
         yield stamp, read.segment, read
 
 
-def _spans(said: Said) -> Iterator[tuple[int, int]]:
+def _bounds(said: Said) -> tuple[Sequence[int], Sequence[int]]:
+    """Return where what was said begins and ends; nothing of what makes no sense."""
     if isinstance(said, Unwritten):
-        yield said.offset, said.offset + 1
-    elif isinstance(said, tuple):
-        yield said[0], said[0] + said[1]
-    else:
-        held = said.held
-        yield from zip(held.offsets, map(int.__add__, held.offsets, held.lengths), strict=False)
+        return (said.offset,), (said.offset + 1,)
+    if isinstance(said, tuple):
+        return (said[0],), (said[0] + said[1],)
+    offsets, lengths = said.held.offsets, said.held.lengths
+    if len(offsets) != len(lengths) or min(lengths, default=0) <= 0:
+        return (), ()
+    return offsets, list(map(add, offsets, lengths))
+
+
+def _num_blocks(said: Said) -> int:
+    return len(said.held.offsets) if isinstance(said, Written) else 1

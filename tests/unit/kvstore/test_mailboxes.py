@@ -7,6 +7,7 @@ import secrets
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvstore import MasterServer, MasterUnavailable, PutOutcome, copying, mailbo
 from kvstore.client import reserved_places
 from kvstore.master import storing
 from kvstore.node.indexed_block import blocks_of
-from kvstore.node.mailboxes import Mailboxes
+from kvstore.node.mailboxes import RECENT_BLOCKS_MAX, Mailboxes
 from kvstore.wire.left_notes import NoteMalformed, columns_of_rows, read_note, write_note
 from kvstore.wire.messages import HeldBlocks
 from kvstore.wire.peer_messages import TO_NODE, Unwritten, Written, decode_to_node
@@ -366,6 +367,42 @@ def test_a_late_note_gives_way_to_what_was_left_after_it(stack, still):
     assert segment.index.at(offset).key == b"n" * 16
     node._mailboxes.take_sent(Unwritten(b"n" * 16, offset, 0, time.monotonic_ns()))
     assert segment.index.at(offset) is None
+
+
+def test_late_notes_of_many_blocks_give_way_block_by_block():
+    """Written by several at once, in batches: the work must not grow with the product."""
+    rng, entered = random.Random(), []
+    engine = SimpleNamespace(name="node", on_peer_lost=lambda call: None)
+    boxes = Mailboxes(engine, lambda segment, said: entered.extend(said))
+    units = 1 << 19  # of 64 bytes
+    later, whole = np.zeros(units, dtype=bool), 0
+
+    def batch(stamp):
+        at = rng.randrange(units - 16 * 1000)
+        starts = [at + 16 * i + rng.randrange(8) for i in range(1000)]
+        lengths = [rng.randrange(1, 8) for _ in starts]
+        keys = [rng.randbytes(16) for _ in starts]
+        columns = [64 * start for start in starts], [64 * length for length in lengths]
+        note = Written(HeldBlocks(keys, *columns, [1] * 1000), 0, stamp)
+        return note, list(zip(keys, starts, lengths, strict=True))
+
+    for stamp in range(1000, 1000 + 2 * RECENT_BLOCKS_MAX // 1000):
+        note, blocks = batch(stamp)
+        boxes.take_sent(note)
+        assert entered.pop() is note, "it is not late"
+        if stamp >= 1000 + RECENT_BLOCKS_MAX // 1000 + 10:  # longer ago may be forgotten
+            for _, start, length in blocks:
+                later[start : start + length] = True
+    assert RECENT_BLOCKS_MAX - 1000 < boxes._recent_blocks <= RECENT_BLOCKS_MAX
+    for stamp in range(900, 910):
+        note, blocks = batch(stamp)
+        boxes.take_sent(note)
+        kept = {key for said in entered for key in said.held.keys}
+        for key, start, length in blocks:
+            assert key not in kept or not later[start : start + length].any()
+        whole += len(kept) == 1000
+        entered.clear()
+    assert whole < 10, "some were late"
 
 
 def test_the_mailbox_of_a_client_that_leaves_is_freed(stack, still):
