@@ -3,21 +3,23 @@
 #define LANES_MAX 64
 #define LOOK_BYTES_MAX (64 << 10)
 
-/* Whether a lane waits for nothing but a small answer, and looking for it has paid lately. */
-static bool may_look_for_answer(Lane *lane)
+/* Whether a lane waits for nothing but a small answer, and looking for it has paid lately. `yields`:
+ * the other side may need this core for it. */
+static bool may_look_for_answer(Lane *lane, bool *yields)
 {
     pthread_mutex_lock(&lane->mutex);
     bool may = !lane->closed && lane->first && !lane->sending && !lane->landing &&
                lane->first->expected <= LOOK_BYTES_MAX && may_look(&lane->looks);
+    *yields = may && shares_core(&lane->looks, lane->input.fd);
     pthread_mutex_unlock(&lane->mutex);
     return may;
 }
 
 /* Look for an answer. Returns whether it came, or the lane broke. */
-static bool look_for_answer(Lane *lane, Finished *finished)
+static bool look_for_answer(Lane *lane, bool yields, Finished *finished)
 {
     int64_t end = now_ns() + LOOK_NS;
-    bool over, yields = shares_core(&lane->looks, lane->input.fd);
+    bool over;
     do {
         move_lane(lane, POLLIN, finished);
         over = finished->first || lane->evidence[0];
@@ -44,8 +46,9 @@ static int progress_lanes(Lane **lanes, int count, int64_t timeout_ns, Finished 
 {
     struct pollfd polled[LANES_MAX];
     int64_t deadline = timeout_ns ? now_ns() + timeout_ns : 0;
-    if (timeout_ns && count == 1 && may_look_for_answer(lanes[0]) &&
-        look_for_answer(lanes[0], finished))
+    bool yields;
+    if (timeout_ns && count == 1 && may_look_for_answer(lanes[0], &yields) &&
+        look_for_answer(lanes[0], yields, finished))
         return 0;
     for (;;) {
         int64_t left = timeout_ns ? deadline - now_ns() : 0;
