@@ -21,7 +21,7 @@ from kvstore import copying
 if TYPE_CHECKING:
     from transfer.prepared import InPlace
 
-MAILBOX_BYTES: Final = 64 << 10
+MAILBOX_BYTES: Final = 1 << 20  # some 25,000 blocks of batches, or 14,000 single ones
 GREETING_OFFSET: Final = 136  # bytes that mean nothing: writing them maps the mailbox
 GREETING_BYTES: Final = 8
 _CLOCK: Final = "/proc/self/ns/time"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAILBOXES_MAX: Final = 1024
+MAILBOXES_MAX: Final = 256
 RECENT_MAX: Final = 4096  # taken notes that are remembered for those that come late
 RECENT_BLOCKS_MAX: Final = 1 << 16  # of those together
 
