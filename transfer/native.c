@@ -84,6 +84,7 @@ PyMODINIT_FUNC PyInit__native(void)
                                           &mapped_copy_type};
     if (!make_names())
         return NULL;
+    count_cores();
     PyObject *module = PyModule_Create(&definition);
     bool added = module != NULL;
     for (size_t i = 0; added && i < sizeof types / sizeof *types; i++)

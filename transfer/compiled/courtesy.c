@@ -26,9 +26,12 @@ static int64_t mean_gap; /* from an answer to the next one that is posted */
 #define ACCIDENT_NS 100000
 #define GAP_NS_MAX 1000000
 /* In a stream that has no gaps bulk has a turn after so many of them, or so long, of so many bytes,
- * and so long: one in hundreds meets it, and none starves. */
+ * and so long: one in hundreds meets it, and none starves. That is with two cores, where each turn
+ * takes what the stream needs; with more it meets one the more rarely, and comes the more often. */
 #define URGENT_PER_TURN 800
 #define TURN_AFTER_NS 16000000
+#define TURN_CORES 2
+#define TURN_CORES_MAX 64
 #define TURN_BYTES (1 << 20)
 #define TURN_STEP_BYTES (256 << 10)
 #define TURN_NS 400000
@@ -44,6 +47,14 @@ static int64_t mean_gap; /* from an answer to the next one that is posted */
 static int64_t bulk_at, turn_ends;
 static unsigned bulk_count;
 static int turn_left;
+static int num_cores = TURN_CORES; /* that this process may run on, when it was loaded */
+
+static void count_cores(void)
+{
+    cpu_set_t cores;
+    int count = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : TURN_CORES;
+    num_cores = count < TURN_CORES ? TURN_CORES : count > TURN_CORES_MAX ? TURN_CORES_MAX : count;
+}
 
 static int64_t since_urgent(int64_t now)
 {
@@ -118,7 +129,9 @@ static int64_t give_way_ns(int64_t now)
     unsigned count = __atomic_load_n(&urgent_count, __ATOMIC_RELAXED);
     unsigned passed = count - __atomic_load_n(&bulk_count, __ATOMIC_RELAXED);
     int64_t waited = now - __atomic_load_n(&bulk_at, __ATOMIC_RELAXED);
-    bool is_due = passed >= URGENT_PER_TURN || waited >= TURN_AFTER_NS;
+    unsigned per_turn = URGENT_PER_TURN * TURN_CORES / (unsigned)num_cores;
+    int64_t turn_after = (int64_t)TURN_AFTER_NS * TURN_CORES / num_cores;
+    bool is_due = passed >= per_turn || waited >= turn_after;
     if (is_free || is_due) {
         __atomic_store_n(&bulk_at, now, __ATOMIC_RELAXED);
         __atomic_store_n(&bulk_count, count, __ATOMIC_RELAXED);
@@ -127,9 +140,9 @@ static int64_t give_way_ns(int64_t now)
         return 0;
     }
     /* In a stream without gaps: until its turn should have come. */
-    int64_t left = passed > 1 && !has_gaps() ? waited / passed * (URGENT_PER_TURN - passed) : 0;
-    if (left > TURN_AFTER_NS - waited)
-        left = TURN_AFTER_NS - waited;
+    int64_t left = passed > 1 && !has_gaps() ? waited / passed * (per_turn - passed) : 0;
+    if (left > turn_after - waited)
+        left = turn_after - waited;
     return left > GIVE_WAY_NS ? left : GIVE_WAY_NS;
 }
 
