@@ -16,6 +16,7 @@ import pytest
 from configs.schema import TransferTls
 
 START_S = 60.0
+FIRST_STARTS = 5  # its ports are others' too between being found free and its listening
 
 
 def free_ports(number: int) -> list[int]:
@@ -35,12 +36,26 @@ class EtcdServer:
 
     def __init__(self, folder: Path, program: str, *, tls: TransferTls | None = None) -> None:
         self.folder, self.program, self.tls = folder, program, tls
-        client, self.peer = free_ports(2)
-        scheme = "http" if tls is None else "https"
-        self.endpoint = f"{scheme}://127.0.0.1:{client}"
         self.process: subprocess.Popen[bytes] | None = None
+        self._choose_ports()
 
-    def start(self) -> None:
+    def _choose_ports(self) -> None:
+        client, self.peer = free_ports(2)
+        scheme = "http" if self.tls is None else "https"
+        self.endpoint = f"{scheme}://127.0.0.1:{client}"
+
+    def start_first(self) -> None:
+        """Start it for the first time, at ports that nobody else has."""
+        for _ in range(FIRST_STARTS):
+            if self.start():
+                return
+            self.stop()
+            shutil.rmtree(self.folder / "data", ignore_errors=True)
+            self._choose_ports()
+        raise AssertionError((self.folder / "etcd.log").read_text()[-2000:])
+
+    def start(self) -> bool:
+        """Start it; False if somebody else has one of its ports."""
         peer = f"http://127.0.0.1:{self.peer}"
         with (self.folder / "etcd.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -60,9 +75,13 @@ class EtcdServer:
             )
         deadline = time.monotonic() + START_S
         while not self.healthy():
-            assert self.process.poll() is None, (self.folder / "etcd.log").read_text()[-2000:]
+            if self.process.poll() is not None:
+                said = (self.folder / "etcd.log").read_text()[-2000:]
+                assert "address already in use" in said, said
+                return False
             assert time.monotonic() < deadline, "etcd did not start"
             time.sleep(0.05)
+        return True
 
     def _tls_options(self) -> list[str]:
         if self.tls is None:
@@ -105,7 +124,7 @@ def etcd_program() -> str:
 def running_etcd(folder: Path, *, tls: TransferTls | None = None):
     server = EtcdServer(folder, etcd_program(), tls=tls)
     try:
-        server.start()
+        server.start_first()
         yield server
     finally:
         server.stop()

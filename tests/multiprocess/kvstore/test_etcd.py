@@ -144,7 +144,7 @@ def test_everybody_goes_on_while_etcd_is_away(tmp_path):
                 time.sleep(0.1)
             with pytest.raises(EtcdUnavailable):
                 EtcdGateway(config).range("/")
-            etcd.start()
+            assert etcd.start()
             term = leader.candidacy.term
             time.sleep(config.lease_s)
             assert masters.ask(m.Exists([b"k" * 16]), m.Present).flags == [False]
