@@ -9,9 +9,9 @@ from kvstore import row_loops
 from kvstore.checksum import table_bytes
 from kvstore.master.abandoned import AbandonedBatches
 from kvstore.master.books.allocator import padded
+from kvstore.master.books.candidates import Candidates
 from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.open_puts import PutBatch
-from kvstore.master.books.pool import Candidates
 from kvstore.master.books.tenants import Tenant
 from kvstore.master.timing import MasterTiming
 from kvstore.master.transition import (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore import row_loops
+from kvstore.master.books.candidates import Candidates
 from kvstore.master.books.copy_state import FREE
 from kvstore.master.books.copy_table import CopyTable
 from kvstore.master.books.joined_segments import JoinedSegments
@@ -16,39 +16,9 @@ from kvstore.master.books.segment import Node, Segment
 from kvstore.wire.messages import Medium, NodeAddress, PutOutcome
 
 MEDIA: Final = tuple(Medium)  # fastest first
+SEARCHED_MAX: Final = 8  # segments for each of which rows are gone through once
 RUN_MAX: Final = 15  # evictions of a request in one segment before ages are compared again
 EVICTED_MAX: Final = 16  # times a block's own size may go for it: then its segment is in pieces
-
-
-@dataclass(slots=True, kw_only=True)
-class Candidates:
-    """Where blocks of one request may go: sets of segments, the better sets first.
-
-    A block exists to outlive its writer, so evicting an old block elsewhere comes before using
-    free space at home. Within a set: preferred nodes, then faster media, then more free space, so
-    that a batch stays on few nodes.
-
-    Attributes:
-        sets: The segments.
-        joined: Segments of the second set that are still to be filled: they get the blocks due to
-            them before the first set's, and others only if that one can't have them.
-        rivals: Bytes of capacity that the first set has in their medium.
-        full: From which size on there is no free range in a set, by its position.
-        evicting: Where the last eviction was; it goes on there for `runs_on` further ones, before
-            the ages of all are compared again.
-        runs_on: See there.
-    """
-
-    sets: tuple[tuple[Segment, ...], ...]
-    joined: tuple[Segment, ...] = ()
-    rivals: int = 0
-    full: dict[int, int] = field(default_factory=dict)
-    evicting: Segment | None = None
-    runs_on: int = 0
-
-    def most(self, space: int) -> int:
-        """Return what a block of this space takes where it takes most."""
-        return max((s.space_of(space) for group in self.sets for s in group), default=space)
 
 
 class SegmentPool:
@@ -104,8 +74,12 @@ class SegmentPool:
         where = self._table.segment
         if rows and row_loops.all_are(where, rows, where[rows[0]]):
             return ((self.of(rows[0]), rows),)
+        indices = row_loops.gather(where, rows)
+        distinct = list(dict.fromkeys(indices))
+        if len(distinct) <= SEARCHED_MAX:
+            return [(self._segments[i], row_loops.where(where, rows, i)) for i in distinct]
         found: dict[int, list[int]] = {}
-        for row, index in zip(rows, row_loops.gather(where, rows), strict=True):
+        for row, index in zip(rows, indices, strict=True):
             found.setdefault(index, []).append(row)
         return [(self._segments[index], theirs) for index, theirs in found.items()]
 
@@ -115,14 +89,17 @@ class SegmentPool:
         Row -1 is no copy and has position -1.
         """
         where = self._table.segment
-        if rows and min(rows) >= 0 and row_loops.all_are(where, rows, where[rows[0]]):
-            return [self.of(rows[0]).where], [0] * len(rows)
-        indices = [where[row] if row >= 0 else -1 for row in rows]
+        if rows and min(rows) >= 0:  # as nearly always
+            if row_loops.all_are(where, rows, where[rows[0]]):
+                return [self.of(rows[0]).where], [0] * len(rows)
+            indices = row_loops.gather(where, rows)
+        else:
+            indices = [where[row] if row >= 0 else -1 for row in rows]
         distinct = [index for index in dict.fromkeys(indices) if index >= 0]
         position = {index: i for i, index in enumerate(distinct)}
         position[-1] = -1
         nodes = [self._segments[index].where for index in distinct]
-        return nodes, [position[index] for index in indices]
+        return nodes, list(map(position.__getitem__, indices))
 
     def next_index(self) -> int:
         """Return an index that no segment ever had."""
@@ -205,7 +182,7 @@ class SegmentPool:
             self.joined.graduate(self, now)
             if groups and not any(segment.node.name in prefer for segment in groups[0]):
                 return self._sparing(groups)
-        return Candidates(sets=groups)
+        return Candidates(sets=groups, prefer=prefer)
 
     def _sparing(self, groups: tuple[tuple[Segment, ...], ...]) -> Candidates:
         """Let those that joined have a share of what goes to the best segments, not all."""
@@ -226,19 +203,21 @@ class SegmentPool:
         Like `place` for each of them, as long as nothing has to be evicted.
         """
         rows: list[int] = []
-        for segment in candidates.joined:
-            end = min(len(rows) + self.joined.blocks(segment, space), len(keys))
+
+        def place(segment: Segment, blocks: int) -> None:
+            end = min(len(rows) + blocks, len(keys))
             while len(rows) < end and segment.may_fit(space):
                 run = segment.place_run(keys[len(rows) : end], lengths[len(rows) : end], space)
                 if not run:
                     break
-                rows += run
+                rows.extend(run)
+
+        for segment in candidates.joined:
+            place(segment, self.joined.blocks(segment, space))
+        for segment, blocks in candidates.turns(len(keys) - len(rows), space):
+            place(segment, blocks)
         for segment in candidates.sets[0] if candidates.sets else ():
-            while len(rows) < len(keys) and segment.may_fit(space):
-                run = segment.place_run(keys[len(rows) :], lengths[len(rows) :], space)
-                if not run:
-                    break
-                rows += run
+            place(segment, len(keys))
         if candidates.joined:
             for segment, blocks in Counter(map(self.of, rows)).items():
                 self._count(segment, blocks, space, candidates)
