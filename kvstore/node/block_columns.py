@@ -75,9 +75,11 @@ class BlockColumns:
         if places is None or min(held.checksums) < 0 or max(held.checksums) >= CHECKSUM_END:
             return None
         offsets, ends = places
+        length = held.lengths[0]  # as a rule all have one, which is one object then
+        same = held.lengths.count(length) == count
         rows: list[Row] = list(
             zip(
-                held.offsets, held.lengths, held.keys, held.checksums,
+                held.offsets, repeat(length) if same else held.lengths, held.keys, held.checksums,
                 held.pinned or repeat(False), held.chunk_bytes or repeat(0),
                 held.tenants or repeat(""), held.groups or repeat(""),
                 strict=False,  # what repeats has no end

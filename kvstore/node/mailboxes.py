@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAILBOXES_MAX: Final = 256
+PORTION_BYTES: Final = 32 << 10  # of notes, at least, that are read before they are entered
 RECENT_MAX: Final = 4096  # taken notes that are remembered for those that come late
 RECENT_BLOCKS_MAX: Final = 1 << 16  # of those together
 
@@ -177,10 +178,11 @@ class Mailboxes:
         if not stamped:
             return
         stamped.sort(key=lambda each: each[0])
-        read = [said for stamp, payload in stamped for said in _read(stamp, payload)]
-        for segment, run in groupby(read, key=itemgetter(1)):
-            self._enter(segment, [said for _, _, said in run])
-        self._remember(read)
+        for portion in _portions(stamped):
+            read = [said for stamp, payload in portion for said in _read(stamp, payload)]
+            for segment, run in groupby(read, key=itemgetter(1)):
+                self._enter(segment, [said for _, _, said in run])
+            self._remember(read)
 
     def _remember(self, taken: Iterable[tuple[int, int, Said]]) -> None:
         recent = self._recent
@@ -234,6 +236,20 @@ def joined(said: Iterable[Said]) -> Iterator[HeldBlocks | Unwritten]:
             for note in run:
                 assert not isinstance(note, tuple), note
                 yield note if isinstance(note, Unwritten) else note.held
+
+
+def _portions(stamped: list[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
+    """Split notes into what is read at once: what is made of all would not stay in a cache."""
+    portion: list[tuple[int, bytes]] = []
+    nbytes = 0
+    for note in stamped:
+        portion.append(note)
+        nbytes += len(note[1])
+        if nbytes >= PORTION_BYTES:
+            yield portion
+            portion, nbytes = [], 0
+    if portion:
+        yield portion
 
 
 def _read(stamp: int, payload: bytes) -> Iterator[tuple[int, int, Said]]:

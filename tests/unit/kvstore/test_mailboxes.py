@@ -16,6 +16,7 @@ from configs.schema import TransferBackend, TransferConfig
 from kvstore import MasterServer, MasterUnavailable, PutOutcome, copying, mailbox
 from kvstore.client import reserved_places
 from kvstore.master import storing
+from kvstore.node import mailboxes
 from kvstore.node.indexed_block import blocks_of
 from kvstore.node.mailboxes import RECENT_BLOCKS_MAX, Mailboxes
 from kvstore.wire.left_notes import NoteMalformed, columns_of_rows, read_note, write_note
@@ -314,9 +315,15 @@ def test_several_clients_in_a_pool_that_is_small(stack, monkeypatch, mailbox_byt
     pool.master.check_invariants()
 
 
-@pytest.mark.parametrize("mailbox_bytes", [1024, 64 << 10])
-def test_the_last_word_on_a_place_is_what_is_remembered(stack, monkeypatch, still, mailbox_bytes):
+@pytest.mark.parametrize(
+    ("mailbox_bytes", "portion_bytes"),
+    [(1024, 1), (1024, 500), (64 << 10, 500), (64 << 10, 1 << 20)],
+)
+def test_the_last_word_on_a_place_is_what_is_remembered(
+    stack, monkeypatch, still, mailbox_bytes, portion_bytes
+):
     monkeypatch.setattr(mailbox, "MAILBOX_BYTES", mailbox_bytes)
+    monkeypatch.setattr(mailboxes, "PORTION_BYTES", portion_bytes)
     pool = Pool(stack)
     stores, rng, last = [pool.store, pool.connect(), pool.connect()], random.Random(), {}
     for store in stores:
