@@ -18,6 +18,7 @@ from kvstore.wire.messages import Medium, NodeAddress, PutOutcome
 MEDIA: Final = tuple(Medium)  # fastest first
 SEARCHED_MAX: Final = 8  # segments for each of which rows are gone through once
 RUN_MAX: Final = 15  # evictions of a request in one segment before ages are compared again
+RUNS_MAX: Final = 128  # of these, where it goes on in one segment
 EVICTED_MAX: Final = 16  # times a block's own size may go for it: then its segment is in pieces
 
 
@@ -233,12 +234,17 @@ class SegmentPool:
         rows: list[int] = []
         ages = {s: self._age(s) for s in (candidates.sets[0] if candidates.sets else ())}
         alone = len(ages) == 1  # nobody's ages to compare with
+        last: Segment | None = None
+        most = 0
         while ages and len(rows) < len(keys):
             segment = min(ages, key=ages.__getitem__)
             if segment.may_fit(space):
                 break
             wanted = len(keys) - len(rows)
-            victims = segment.evict(wanted if alone else min(wanted, RUN_MAX + 1), space)
+            # Where the oldest were, the next oldest lie as a rule: each run there is twice as long.
+            most = wanted if alone else min(2 * most, RUNS_MAX) if segment is last else RUN_MAX + 1
+            last = segment
+            victims = segment.evict(min(wanted, most), space)
             if not victims:
                 break
             run = slice(len(rows), len(rows) + len(victims))
