@@ -13,11 +13,12 @@ import msgspec
 from configs.schema import TransferBackend, TransferConfig
 from transfer.arguments import check_handler, check_name, check_type
 from transfer.arrivals import Arrivals
+from transfer.backends.process_memory import PeerProcess
 from transfer.connections.calling import Caller
 from transfer.connections.links import Links
 from transfer.connections.rendezvous import Rendezvous
 from transfer.connections.tls import Credentials
-from transfer.errors import DeviceUnavailable, EngineClosed, PeerUnknown, TransferTimeout
+from transfer.errors import DeviceUnavailable, EngineClosed, PeerLost, PeerUnknown, TransferTimeout
 from transfer.event_loop import EventLoop
 from transfer.explanation import Explanation, explain_link, explain_self
 from transfer.forked import REASON, disown
@@ -211,6 +212,23 @@ class TransferEngine(Offering, Movement, Arrivals):
         if (link := self._table.get(name)) is None or link.state is not LinkState.READY:
             raise PeerUnknown(name)
         return self._public(link)
+
+    def process_of(self, name: str) -> PeerProcess | None:
+        """Return the process of a same-host peer; None of one that reaches our memory by tcp alone.
+
+        Once it has `exited` and its link is closed, nothing of what it writes can land any more.
+
+        Raises:
+            OSError: nobody here can tell when it ends: it writes by RDMA, or is not visible.
+            PeerLost, PeerUnknown: nobody there, or no more.
+        """
+        link = self._table.ready(name)
+        if link.backend == "tcp" and link.rdma is None:
+            return None
+        try:
+            return link.find_process()
+        except ProcessLookupError as error:
+            raise PeerLost(name, "its process has ended") from error
 
     def peers(self) -> tuple[Peer, ...]:
         """Return the connected peers, in no order."""

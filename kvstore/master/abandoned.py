@@ -29,10 +29,14 @@ class AbandonedBatches:
     def end(self, client: str, numbers: Iterable[int]) -> None:
         """Free what was granted to these batches: nothing of it was or will be written any more."""
         for number in numbers:
-            self._numbers[client, number] = None
-            self._numbers.move_to_end((client, number))
-            while len(self._numbers) > REMEMBERED_MAX:
-                self._numbers.popitem(last=False)
+            self.remember(client, number)
             batch = self._catalog.puts.find(client, number) if number >= 0 else None
             if batch is not None:
                 self._catalog.end_batch(batch, at_rest=True)
+
+    def remember(self, client: str, number: int) -> None:
+        """Grant nothing to this batch any more."""
+        self._numbers[client, number] = None
+        self._numbers.move_to_end((client, number))
+        while len(self._numbers) > REMEMBERED_MAX:
+            self._numbers.popitem(last=False)

@@ -41,6 +41,7 @@ from kvstore.master.storing import Storing
 from kvstore.master.tenancy import Tenancy
 from kvstore.master.timing import MasterTiming as MasterTiming
 from kvstore.master.transition import MasterPart, Transition, malformed
+from kvstore.master.witnessed import Witnessed
 from kvstore.master.writing import Writing
 from kvstore.wire import messages as m
 
@@ -99,6 +100,7 @@ class StoreMaster:
             Storing(self._catalog, timing, abandoned),
             Lending(self._catalog, timing),
             self._settling,
+            Witnessed(self._catalog, abandoned, put_s=timing.put_s),
             Keeping(self._catalog, timing),
             Tenancy(self._catalog),
             Inventory(self._catalog),

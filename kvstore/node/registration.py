@@ -30,6 +30,7 @@ from msgspec.structs import asdict
 from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_directory
 from kvstore.errors import Fenced, KVStoreError
 from kvstore.node.settlement import Settlement
+from kvstore.node.writer_witness import WriterWitness
 from kvstore.shards.plan import shard_of
 from kvstore.wire import messages as m
 from kvstore.wire.master_link import MasterLink, ReplyT, expect
@@ -177,6 +178,7 @@ class Registration:
                     self._on_work(way.link)
             self._register([way for way in self._ways if not way.registered])
             self._settle()
+            self._bear_witness()
         except Fenced:
             logger.warning("store node %s is fenced", name)
             return False
@@ -235,6 +237,39 @@ class Registration:
                 else:
                     self._settlement.told(news)
 
+    def _bear_witness(self) -> None:
+        """Tell the masters of writers that ended without a word, and ask for those unnoticed."""
+        witness, now = self._settlement.witness, time.monotonic()
+        if not witness.is_due(now):
+            return
+        dead = witness.cut_off_dead()
+        try:
+            ways = [way for way in self._ways if way.registered and way.answers]
+            for way in ways:
+                self._end_writes(way, witness, dead)
+        except Fenced:
+            raise
+        except KVStoreError as error:
+            logger.debug("store node %s, writers: %s", self._engine.name, error)
+        else:
+            witness.asked(dead if len(ways) == len(self._ways) else (), now)
+
+    def _end_writes(self, way: _Way, witness: WriterWitness, dead: list[str]) -> None:
+        name = self._engine.name
+        # What a disk is still writing for somebody is not known here.
+        lent = [s.number for s in self._segments if s.medium is not m.Medium.SSD]
+        listed = self._one(way, m.WritersAt(name, lent), m.WritersThere).writers
+        for writers, are_dead in ((dead, True), (witness.cut_off(listed), False)):
+            if not writers:
+                continue
+            question = m.WritersAt(name, lent, writers, are_dead)
+            there = self._one(way, question, m.WritersThere)
+            for writer, batches in zip(writers, there.batches, strict=True):
+                if batches and witness.is_out(writer):
+                    over = m.WritesOver(name, lent, writer, batches, are_dead)
+                    freed = self._one(way, over, m.Done).count
+                    logger.info("%s is out of %s: %s places are free", writer, name, freed)
+
     def _tell(self, way: _Way, segment: LentSegment, held: m.HeldBlocks) -> int:
         """Register one segment's share with one master; return how many blocks it adopted."""
         base, capacity = share_of(segment.nbytes, way.standing.record.shard, len(self._ways))
@@ -250,17 +285,18 @@ class Registration:
             base=base,
             more=len(pieces) > 1,
         )
-        adopted = self._one(way, first)
+        adopted = self._one(way, first, m.Registered).adopted
         for idx, piece in enumerate(pieces[1:], start=2):
             more = idx < len(pieces)
-            adopted += self._one(way, m.Hold(self._engine.name, segment.number, piece, more=more))
+            further = m.Hold(self._engine.name, segment.number, piece, more=more)
+            adopted += self._one(way, further, m.Registered).adopted
         return adopted
 
-    def _one(self, way: _Way, request: m.Register | m.Hold) -> int:
-        ((_, reply),) = self._ask([way], request, m.Registered)
+    def _one(self, way: _Way, request: m.Request, expected: type[ReplyT]) -> ReplyT:
+        ((_, reply),) = self._ask([way], request, expected)
         if isinstance(reply, KVStoreError):
             raise reply
-        return reply.adopted
+        return reply
 
     def _ask(
         self, ways: Sequence[_Way], request: m.Request, expected: type[ReplyT]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.node.rest_questions import News, Question, RestQuestions, Role, Writer
+from kvstore.node.writer_witness import WriterWitness
 from kvstore.wire.peer_messages import (
     AskAtRest,
     AtRest,
@@ -46,6 +47,9 @@ class Settlement:
         engine: The node's.
         segments: Its segments, by number.
         put_s: How long a put may take.
+
+    Attributes:
+        witness: Of writers that end without a word.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Settlement:
         self._local: dict[Writer, tuple[WritesUnderWay, Heed]] = {}
         self._leaders: dict[int, Leader] = {}  # by shard
         self._on_news: Callable[[], None] = _nobody
+        self.witness = WriterWitness(engine, self._cut_off, period_s=put_s / 2)
+        engine.on_peer_lost(self._lost)
 
     def on_news(self, wake: Callable[[], None]) -> None:
         """Name who tells the masters: it is called when there is something to be told."""
@@ -127,6 +133,15 @@ class Settlement:
         """A client gave its key back: it is not asked any more."""
         segment.withdraw_from(peer)
         self._gone(Writer(peer, Role.CLIENT), [segment.number])
+
+    def _cut_off(self, peer: str) -> None:
+        for segment in self._segments:
+            self.leave(peer, segment)
+
+    def _lost(self, peer: str, evidence: str) -> None:
+        del evidence
+        self.witness.lost(peer)
+        self._on_news()
 
     def _ask(self, question: Question) -> None:
         writer, segment, number = question

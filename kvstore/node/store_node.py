@@ -201,6 +201,8 @@ class StoreNode:
         Raises:
             StoreClosed: The node is not open, or has no such segment.
         """
+        if name != self.name:
+            self._settlement.witness.trust(name)
         return self._segment(segment).offer_to(name)
 
     def _segment(self, number: int) -> Segment:
@@ -225,8 +227,12 @@ class StoreNode:
             self._copier.say_at_rest(peer, note)
 
     def _answer(self, peer: str, note: AskSegment) -> None:
-        key = self._segment(note.segment).offer_to(peer, for_copies=note.for_copies)
-        anew = self._settlement.is_anew()  # as of after the offer: those before it are asked
+        segment = self._segment(note.segment)
+        key, is_back = self._settlement.witness.admit(
+            peer, lambda: segment.offer_to(peer, for_copies=note.for_copies)
+        )
+        # As of after the offer: those before it are asked.
+        anew = self._settlement.is_anew() or is_back
         mailbox, clock = b"", ""
         if not note.for_copies and not self._segment(note.segment).is_logged:
             mailbox, clock = self._mailboxes.offer_to(peer)

@@ -16,6 +16,7 @@ length), and segments are named once per message and then by index.
     Finish      client   -> Finished         SetQuota      admin   -> Done
     Reserve     client   -> Reserved         Store         client  -> Stored
     Exists      client   -> Present          ListWriters   admin   -> WriterList
+    WritersAt   node     -> WritersThere     WritesOver    node    -> Done
                                              any illegal one       -> Refused
 
 Peer notes (`TransferEngine.notify`): AskSegment client -> node, OfferSegment node -> client,
@@ -137,6 +138,9 @@ from kvstore.wire.replies import (
 from kvstore.wire.replies import (
     WriterList as WriterList,
 )
+from kvstore.wire.replies import (
+    WritersThere as WritersThere,
+)
 from kvstore.wire.requests import (
     Allocate as Allocate,
 )
@@ -220,6 +224,12 @@ from kvstore.wire.requests import (
 )
 from kvstore.wire.requests import (
     Store as Store,
+)
+from kvstore.wire.requests import (
+    WritersAt as WritersAt,
+)
+from kvstore.wire.requests import (
+    WritesOver as WritesOver,
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -263,6 +263,13 @@ class WriterList(msgspec.Struct, frozen=True, tag="writer_list"):
     writers: list[WriterFigures]
 
 
+class WritersThere(msgspec.Struct, frozen=True, tag="writers_there"):
+    """Writers with places in a node's segments; `batches`, if asked for: of each of them."""
+
+    writers: list[str]
+    batches: list[list[int]] = []
+
+
 Reply = (
     Registered
     | Known
@@ -283,4 +290,5 @@ Reply = (
     | Draining
     | TenantList
     | WriterList
+    | WritersThere
 )

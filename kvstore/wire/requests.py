@@ -305,6 +305,32 @@ class ListWriters(msgspec.Struct, frozen=True, tag="list_writers"):
     """Who was given places and has not said what became of them?"""
 
 
+class WritersAt(msgspec.Struct, frozen=True, tag="writers_at"):
+    """Who was given places in my segments, and has not said what became of them?
+
+    `writers`: in which batches have these? `dead`: all of them, else those that are too old to be
+    begun with.
+    """
+
+    node: Incarnation
+    segments: list[int]
+    writers: list[Incarnation] = []
+    dead: bool = False
+
+
+class WritesOver(msgspec.Struct, frozen=True, tag="writes_over"):
+    """A writer writes nothing in my segments any more of what it was granted in these batches.
+
+    `dead`: its process has ended; else only what is too old to be begun with is meant.
+    """
+
+    node: Incarnation
+    segments: list[int]
+    writer: Incarnation
+    batches: list[int]
+    dead: bool
+
+
 class SetQuota(msgspec.Struct, frozen=True, tag="set_quota"):
     """A tenant may use so many bytes from now on; None: as many as there are."""
 
@@ -339,5 +365,7 @@ Request = (
     | Rebalance
     | ListTenants
     | ListWriters
+    | WritersAt
+    | WritesOver
     | SetQuota
 )

@@ -113,6 +113,7 @@ class MasterCluster:
         shards: int = 1,
         workers: int = 3,
         slot_bytes: int = 4096,
+        backend: TransferBackend = TransferBackend.AUTO,
         **knobs,
     ) -> None:
         defaults = {
@@ -130,7 +131,7 @@ class MasterCluster:
         self._processes = stack.enter_context(ExitStack())
         self.masters = [self.start_master(shard) for shard in range(shards)]
         self.directory: MasterDirectory = StaticMasters([master.address for master in self.masters])
-        self.slot_bytes = slot_bytes
+        self.slot_bytes, self._backend = slot_bytes, backend
         self.workers = [self._launch() for _ in range(workers)]
         for worker in self.workers:
             assert worker.result() is True, "not registered in time"
@@ -147,7 +148,7 @@ class MasterCluster:
     def _launch(self) -> Worker:
         context = multiprocessing.get_context("forkserver")
         addresses = [master.address for master in self.masters]
-        args = (addresses, self.secret, self.config, TransferBackend.AUTO, self.slot_bytes)
+        args = (addresses, self.secret, self.config, self._backend, self.slot_bytes)
         worker = Worker(context, secrets.token_hex(8), *args)
         self.stack.callback(worker.close)
         return worker

@@ -129,7 +129,7 @@ class PeerProcess:
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         self.pid = int(_CREDENTIALS.unpack(raw)[0])
         if self.pid <= 0:  # of another pid namespace
-            raise OSError(errno.ESRCH, "the peer's process is not visible here")
+            raise OSError(errno.ENXIO, "the peer's process is not visible here")
         self._descriptor = os.pidfd_open(self.pid)
 
     @property

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from configs.schema import TransferBackend
 from kvstore.wire import messages as m
 from tests.support.master_process import WAIT_S, MasterCluster, find, write_on
 
@@ -88,14 +89,23 @@ def test_nobody_is_placed_where_a_writer_of_the_dead_master_is_held(stack):
 
 
 def test_a_writer_killed_while_it_holds_a_grant(stack):
-    """It cannot answer; that it is certainly dead is as good."""
-    held = Held(stack)
+    """It cannot answer; over tcp no node tells. That it is certainly dead is as good."""
+    held = Held(stack, backend=TransferBackend.TCP)
     held.slow.kill()
     assert held.never_placed_for(3.0)
     held.cluster.map.ask(m.Fence([held.slow.name], dead=False), m.Done)
     assert held.never_placed_for(1.0), "fenced is not dead"
     held.cluster.map.ask(m.Fence([held.slow.name], dead=True), m.Done)
     held.wait_until_placed()
+    figures = held.cluster.figures()
+    assert (figures.nodes, figures.open_puts, figures.quarantined_bytes) == (1, 0, 0)
+
+
+def test_that_a_process_of_the_host_was_killed_the_node_knows(stack):
+    held = Held(stack)
+    held.slow.kill()
+    held.wait_until_placed()
+    held.cluster.map.ask(m.Fence([held.slow.name], dead=True), m.Done)
     figures = held.cluster.figures()
     assert (figures.nodes, figures.open_puts, figures.quarantined_bytes) == (1, 0, 0)
 

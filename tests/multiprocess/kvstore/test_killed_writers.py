@@ -40,9 +40,15 @@ class Doomed:
         return self.pipe.recv()
 
 
+def bear_no_witness(pool: Pool) -> None:
+    """As a node that cannot tell when a process ends; see `test_writers_that_end.py` for others."""
+    pool.nodes[0]._settlement.witness.is_due = lambda now: False
+
+
 def test_what_it_stored_is_known_and_what_it_held_comes_back(stack):
     masters = stack.enter_context(ExitStack())
     pool = Pool(stack, open_put_s=5.0, heartbeat_s=0.1)
+    bear_no_witness(pool)
     free_bytes = pool.master.statistics().free_bytes
     doomed = Doomed(pool, 5)
     assert doomed.short, "the fault needs a put without a note that is sent"
@@ -81,6 +87,7 @@ def test_what_it_stored_is_known_and_what_it_held_comes_back(stack):
 
 def test_unless_somebody_says_that_it_is_dead_its_places_are_quarantined(stack):
     pool = Pool(stack, open_put_s=0.5, heartbeat_s=0.1)
+    bear_no_witness(pool)
     doomed = Doomed(pool, 5)
     doomed.die()
 

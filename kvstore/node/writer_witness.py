@@ -1,0 +1,149 @@
+"""Proves that a writer cannot write in a node's segments any more, though it never said so.
+
+    it has mapped the memory    its process has exited, as the kernel says, and its link is closed
+    it writes over tcp          its link is closed, and its key void: nothing of it lands again
+    it writes by RDMA, or its process is not visible here                              no proof
+
+Who only lost its link may come back. It is told with its next key that nothing may start which was
+begun before (`OfferSegment.anew`), so what it was granted by then stays free. The order of things:
+
+    cut off (key void) ─▶ the master lists what it has here ─▶ still cut off? ─▶ that is free
+                                                                    └─▶ back, with a key: nothing is
+
+Of the dead all is free, of others what they have had for longer than a put may take, so that not
+even a reply that comes late lets them begin with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final, Protocol
+
+from transfer import TransferError
+
+if TYPE_CHECKING:
+    from transfer import RegionKey, TransferEngine
+
+CUT_MAX: Final = 1 << 14
+
+
+class Exits(Protocol):
+    """A process."""
+
+    @property
+    def exited(self) -> bool:
+        """Whether all of it has ended."""
+
+
+class _Unknown:
+    """Something of which nobody can tell when it ends."""
+
+    exited = False
+
+
+class WriterWitness:
+    """Thread-safe.
+
+    Args:
+        engine: The node's.
+        cut_off: Makes a writer's keys to all segments void. May wait a second.
+        period_s: How often writers are asked about of whose end nothing was noticed.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, cut_off: Callable[[str], None], *, period_s: float
+    ) -> None:
+        self._engine = engine
+        self._cut_off = cut_off
+        self._period_s = period_s
+        self._due_s = time.monotonic() + period_s
+        self._lock = threading.Lock()
+        self._processes: dict[str, Exits] = {}  # of those who could map the memory
+        self._lost: set[str] = set()  # of these
+        self._cut: OrderedDict[str, bool] = OrderedDict()  # name -> whether it still is
+        self._cut_max_reached = False
+
+    def admit(self, name: str, offer: Callable[[], RegionKey]) -> tuple[RegionKey, bool]:
+        """Give a peer access; return its key, and whether what it began before must not start.
+
+        Raises:
+            TransferError: It is gone, or as `offer`.
+        """
+        try:
+            process: Exits | None = self._engine.process_of(name)
+        except OSError:
+            process = _Unknown()
+        with self._lock:
+            if process is not None and not isinstance(self._processes.get(name), _Unknown):
+                self._processes[name] = process
+            self._lost.discard(name)
+            anew = name in self._cut or self._cut_max_reached
+            if name in self._cut:
+                self._cut[name] = False
+            return offer(), anew
+
+    def trust(self, name: str) -> None:
+        """Somebody who is not connected yet is given access: nobody can tell when it ends."""
+        with self._lock:
+            self._processes[name] = _Unknown()
+
+    def lost(self, name: str) -> None:
+        """A peer's link is closed."""
+        with self._lock:
+            if name in self._processes:
+                self._lost.add(name)
+
+    def is_due(self, now: float) -> bool:
+        """Tell whether the masters are to be told of the dead, or asked for the late."""
+        with self._lock:
+            return now >= self._due_s or any(self._processes[name].exited for name in self._lost)
+
+    def asked(self, dead: Iterable[str], now: float) -> None:
+        """All masters were asked, and told of these dead."""
+        with self._lock:
+            self._due_s = now + self._period_s
+            for name in dead:
+                self._lost.discard(name)
+                self._processes.pop(name, None)
+
+    def cut_off_dead(self) -> list[str]:
+        """Return whose processes have ended, and are not known to all masters."""
+        with self._lock:
+            names = list(self._lost)
+        return [name for name in names if self._shut(name, known=True)]
+
+    def cut_off(self, names: Iterable[str]) -> list[str]:
+        """Return those of these writers that write nothing here before they get another key."""
+        return [name for name in names if self._shut(name, known=False)]
+
+    def _shut(self, name: str, *, known: bool) -> bool:
+        with self._lock:
+            process = self._processes.get(name)
+            if process is None and known:
+                return False
+            if process is not None and not process.exited:
+                return False
+            if name == self._engine.name or self._is_connected(name):
+                return False
+            self._cut[name] = True
+            self._cut.move_to_end(name)
+            while len(self._cut) > CUT_MAX:
+                self._cut.popitem(last=False)
+                self._cut_max_reached = True
+        self._cut_off(name)
+        return True
+
+    def is_out(self, name: str) -> bool:
+        """Tell whether a writer that was cut off has not come back."""
+        with self._lock:
+            return self._cut.get(name, False)
+
+    def _is_connected(self, name: str) -> bool:
+        try:
+            self._engine.peer(name)
+        except TransferError:
+            return False
+        return True

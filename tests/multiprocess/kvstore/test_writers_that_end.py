@@ -1,0 +1,137 @@
+"""Writers that are killed or stopped: their places come back by themselves, and no sooner."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import signal
+import time
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from configs.schema import TransferBackend
+from tests.support.killed_writer import begin_and_wait
+from tests.support.store_pool import WAIT_S, Pool
+from tests.support.waits import eventually
+
+SIZE = 64 << 10
+KINDS = ("reserved", "batch", "written")
+BACKENDS = (None, TransferBackend.TCP)
+
+
+class Writer:
+    """The parent's end of a writer, which holds places now."""
+
+    def __init__(self, pool: Pool, backend: TransferBackend | None, kind: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.killed_writer"])
+        self.pipe, theirs = context.Pipe()
+        args = (theirs, pool.addresses[0], pool.secret, pool.config, backend, kind, SIZE)
+        self.process = context.Process(target=begin_and_wait, args=args, daemon=True)
+        self.process.start()
+        theirs.close()
+        self.name = self.hear()
+
+    def hear(self):
+        assert self.pipe.poll(WAIT_S), "the writer does not answer"
+        return self.pipe.recv()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            stat = Path(f"/proc/{self.process.pid}/stat")
+            eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "stopped")
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.join(WAIT_S)
+        assert self.process.exitcode == -signal.SIGKILL
+
+
+def under_way(pool: Pool) -> int:
+    figures = pool.master.statistics()
+    return figures.open_bytes + figures.quarantined_bytes
+
+
+def lose(pool: Pool, name: str) -> None:
+    """Cut the connection of the only node with a writer."""
+    engine = pool.nodes[0]._engine
+    link = engine._table.get(name)
+    assert link is not None
+    engine._loop.ask(lambda: engine._links.lose(link, "cut by the test"))
+    assert engine._table.get(name) is None
+
+
+@pytest.mark.parametrize(("kind", "backend"), list(product(KINDS, BACKENDS)))
+def test_what_a_killed_writer_held_is_free_without_an_administrator(stack, kind, backend):
+    # What the kernel says of a process is enough; without it a put must be too old to be begun.
+    pool = Pool(stack, open_put_s=600.0 if backend is None else 1.0, heartbeat_s=0.1)
+    writer = Writer(pool, backend, kind)
+    if backend is None or kind != "reserved":
+        assert under_way(pool) > 0, "the fault needs places"
+    free_bytes = pool.master.statistics().free_bytes + under_way(pool)
+    node = pool.nodes[0]
+    assert node._engine.peer(writer.name).backend == (backend or "shared_memory")
+    writer.kill()
+    eventually(lambda: under_way(pool) == 0, "its places are free again", timeout_s=WAIT_S)
+    assert pool.master.statistics().free_bytes == free_bytes
+    pool.master.check_invariants()
+    assert not node._segments[0].writers(), "nor has it a key"
+    assert not node._settlement.witness._processes
+
+
+@pytest.mark.parametrize(("kind", "backend"), list(product(KINDS, BACKENDS)))
+def test_of_a_stopped_writer_nothing_is_freed(stack, kind, backend):
+    pool = Pool(stack, open_put_s=1.0, heartbeat_s=0.1)
+    writer = Writer(pool, backend, kind)
+    held = under_way(pool)
+    writer.signal(signal.SIGSTOP)
+    time.sleep(3.5)  # of several questions, and longer than a put may take
+    assert under_way(pool) == held
+    writer.signal(signal.SIGCONT)
+    writer.pipe.send("go on")
+    values, outcomes = writer.hear()
+    assert outcomes == ["stored"] * len(values)
+    assert {key: pool.store.get(key) for key in values} == values
+    writer.kill()
+    eventually(lambda: under_way(pool) == 0, "its places are free again", timeout_s=WAIT_S)
+    pool.master.check_invariants()
+
+
+def test_a_process_that_lives_keeps_what_it_has_mapped_though_its_link_is_cut(stack):
+    pool = Pool(stack, open_put_s=1.0, heartbeat_s=0.1)
+    writer = Writer(pool, None, "batch")
+    held = under_way(pool)
+    writer.signal(signal.SIGSTOP)
+    lose(pool, writer.name)
+    time.sleep(3.5)
+    assert under_way(pool) == held
+    pool.master.check_invariants()
+    writer.kill()
+    eventually(lambda: under_way(pool) == 0, "its places are free again", timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("kind", ["batch", "written"])
+def test_a_stopped_writer_that_was_cut_off_spoils_nothing_when_it_wakes(stack, kind):
+    pool = Pool(stack, open_put_s=1.0, heartbeat_s=0.1)
+    writer = Writer(pool, TransferBackend.TCP, kind)
+    assert under_way(pool) >= 4 * SIZE
+    writer.signal(signal.SIGSTOP)
+    lose(pool, writer.name)
+    eventually(lambda: under_way(pool) == 0, "what is late is free", timeout_s=WAIT_S)
+    others = {secrets.token_bytes(16): secrets.token_bytes(SIZE) for _ in range(100)}
+    pool.store.put_batch(list(others), list(others.values()))
+    writer.signal(signal.SIGCONT)
+    writer.pipe.send("go on")
+    values, outcomes = writer.hear()
+    for (key, value), outcome in zip(values.items(), outcomes, strict=True):
+        assert outcome in ("stored", "failed"), outcomes
+        if outcome == "stored":
+            assert pool.store.get(key) == value
+    assert {key: pool.store.get(key) for key in others} == others
+    writer.kill()
+    eventually(lambda: under_way(pool) == 0, "its places are free again", timeout_s=WAIT_S)
+    pool.master.check_invariants()

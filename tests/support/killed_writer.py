@@ -1,0 +1,70 @@
+"""A client process that stops or dies at a chosen point of its puts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from multiprocessing.connection import Connection
+
+from configs.schema import KVStoreConfig, TransferBackend, TransferConfig
+from kvstore import KVStoreError, Store
+from kvstore.client import block_writer, reserved_places
+
+
+def begin_and_wait(
+    pipe: Connection,
+    address: str,
+    secret: bytes,
+    config: KVStoreConfig,
+    backend: TransferBackend | None,
+    kind: str,
+    nbytes: int,
+) -> None:
+    """Send the incarnation once places are held or open, and what became of the put at last.
+
+    Args:
+        kind: "reserved": places are held ahead. "batch": of a batch nothing is written yet.
+            "written": all of it is, and the master was not told.
+    """
+    reserved_places.IDLE_S = 60.0
+    options = {} if backend is None else {"transfer": TransferConfig(backend=backend)}
+    store = Store.connect(address, secret=secret, config=config, **options)
+    name = store.client.core.record.name
+    assert store.put(secrets.token_bytes(16), b"a" * nbytes)
+    assert store.put(secrets.token_bytes(16), b"b" * nbytes)
+
+    def stop() -> None:
+        pipe.send(name)
+        assert pipe.recv() == "go on"
+
+    if kind == "reserved":
+        pipe.send(name)
+        assert pipe.recv() == "go on"
+    elif kind == "batch":
+        start = block_writer.BlockWriter._start
+
+        def start_later(self, *args):
+            block_writer.BlockWriter._start = start
+            stop()
+            return start(self, *args)
+
+        block_writer.BlockWriter._start = start_later
+    elif kind == "written":
+        end = block_writer.BlockWriter._end
+
+        def end_later(self, *args):
+            result = yield from end(self, *args)
+            block_writer.BlockWriter._end = end
+            stop()
+            return result
+
+        block_writer.BlockWriter._end = end_later
+    values = {secrets.token_bytes(16): secrets.token_bytes(nbytes) for _ in range(4)}
+    try:
+        outcomes = [str(o) for o in store.put_batch(list(values), list(values.values()))]
+    except KVStoreError as error:
+        outcomes = [type(error).__name__] * len(values)
+    pipe.send((values, outcomes))
+    pipe.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
