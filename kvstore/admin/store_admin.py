@@ -72,8 +72,6 @@ class StoreAdmin:
             for record in records
         ]
         self._directory.subscribe(self._meet)
-        for record in self._directory.masters():
-            self._meet(record)
 
     def close(self) -> None:
         """Ask no more."""

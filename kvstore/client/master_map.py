@@ -73,8 +73,6 @@ class MasterMap:
         else:
             self._shards = _Shards(directory.num_shards, secret=secret, identity=identity)
         directory.subscribe(self.meet)
-        for record in directory.masters():
-            self.meet(record)
 
     @property
     def num_shards(self) -> int:

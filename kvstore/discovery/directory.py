@@ -27,7 +27,10 @@ class MasterDirectory(Protocol):
         """Who leads each shard, in their order."""
 
     def subscribe(self, listener: Listener) -> None:
-        """Tell this listener each change from now on. It must not wait for anything."""
+        """Tell this listener who leads each shard now, and then each change, in order.
+
+        It must not wait for anything.
+        """
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell it nothing more."""
@@ -52,9 +55,11 @@ class KnownMasters:
             return tuple(self._records)
 
     def subscribe(self, listener: Listener) -> None:
-        """Tell this listener each change."""
+        """Tell this listener who leads each shard now, and then each change, in order."""
         with self._lock:
             self._listeners.append(listener)
+            for record in self._records:
+                listener(record)
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell it nothing more."""

@@ -111,8 +111,6 @@ class Registration:
         self._registered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-node", daemon=True)
         settlement.on_news(self._awake.set)
-        for record in self._directory.masters():
-            self._meet(record)
 
     def open(self, segments: Sequence[LentSegment]) -> None:
         """Start to register these segments, in the background; see `wait`."""
