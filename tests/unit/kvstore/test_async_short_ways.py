@@ -8,6 +8,7 @@ import random
 import secrets
 import threading
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -192,6 +193,7 @@ def test_a_stopped_master_holds_up_no_loop_and_a_cancelled_call_ends_first(
 
 def test_a_master_that_is_away_is_found_again(stack):
     """What is under way is asked again if it may be, a lookup says that nobody is there."""
+    masters = stack.enter_context(ExitStack())  # closed after those who take leave of them
     pool = Pool(stack)
     for number in range(3):
         assert pool.store.put(f"warm {number}", bytes(100)) is STORED
@@ -206,9 +208,8 @@ def test_a_master_that_is_away_is_found_again(stack):
             put = asyncio.ensure_future(aio.put("meanwhile", b"y" * 100, timeout_s=WAIT_S))
             await asyncio.sleep(0.05)
             assert not put.done()
-            pool.masters = [
-                stack.enter_context(MasterServer(pool.config, secret=pool.secret, port=port))
-            ]
+            again = MasterServer(pool.config, secret=pool.secret, port=port, rebuild_s=5.0)
+            pool.masters = [masters.enter_context(again)]
             assert await put is STORED
             deadline = time.monotonic() + WAIT_S
             found = None
