@@ -127,6 +127,8 @@ CALLS: dict[str, list[tuple[Callable[[Scene], Any], tuple[type[BaseException], .
     "disconnect": [(lambda s, n=n: s.a.disconnect(n, reason="x"), WRONG) for n in (
         None, 1, "", "n" * 65, "two\nlines", "\x1b[2J")],
     "peer": [(lambda s, n=n: s.a.peer(n), (*WRONG, PeerUnknown)) for n in (None, 1, "", "x", [])],
+    "process_of": [(lambda s, n=n: s.a.process_of(n), (*WRONG, PeerUnknown)) for n in (
+        None, 1, "", "x", [])],
     "write": [(lambda s, o=o: write(s, **o).wait(SOON_S), (*WRONG, AccessRefused, PeerUnknown))
               for o in ({"peer": None}, {"peer": 1}, {"peer": "x"}, {"source": None},
                         {"source": torch.zeros(8)}, {"target": None}, {"target": b"key"})]
