@@ -361,17 +361,21 @@ static PyObject *add(PyObject *module, PyObject *const *args, Py_ssize_t count)
     return reached;
 }
 
+/* Read rows of a list of objects. */
+static int take_rows_of_list(PyObject *list, PyObject *of_rows, Rows *rows)
+{
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "expected a list");
+        return -1;
+    }
+    return take_rows(of_rows, PyList_GET_SIZE(list), rows);
+}
+
 static PyObject *pick(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
     Rows rows;
-    if (expect(count, 2, "pick"))
-        return NULL;
-    if (!PyList_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "expected a list");
-        return NULL;
-    }
-    if (take_rows(args[1], PyList_GET_SIZE(args[0]), &rows))
+    if (expect(count, 2, "pick") || take_rows_of_list(args[0], args[1], &rows))
         return NULL;
     PyObject *found = PyList_New(rows.count);
     for (Py_ssize_t i = 0; found && i < rows.count; i++)
@@ -384,13 +388,7 @@ static PyObject *place(PyObject *module, PyObject *const *args, Py_ssize_t count
 {
     (void)module;
     Rows rows;
-    if (expect(count, 3, "place"))
-        return NULL;
-    if (!PyList_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "expected a list");
-        return NULL;
-    }
-    if (take_rows(args[1], PyList_GET_SIZE(args[0]), &rows))
+    if (expect(count, 3, "place") || take_rows_of_list(args[0], args[1], &rows))
         return NULL;
     PyObject *fresh = PySequence_Fast(args[2], "expected a sequence of objects");
     bool equal = fresh && PySequence_Fast_GET_SIZE(fresh) == rows.count;

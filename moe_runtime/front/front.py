@@ -126,13 +126,6 @@ class Front:
         """Tell one worker to leave the group in a planned way."""
         self._link.send(incarnation, Drain())
 
-    def adopt_view(self, view: View) -> None:
-        """Take a view that the owner read from the membership store; older ones are ignored."""
-        names = [member.incarnation for member in view.members]
-        self.relay.adopt(
-            ViewCommitted(incarnation="", view=view.encode(), members=names, epoch=view.epoch)
-        )
-
     def unhealthy_reason(self) -> str | None:
         """Why generation does not work at present; None if it does."""
         failure = self._link.failure()

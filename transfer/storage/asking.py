@@ -83,16 +83,15 @@ class Asking:
         """
         started = time.monotonic()
         while True:
-            message = Ask(
-                next(self._ids),
+            message = self._ask_of(
                 kind,
-                target.token,
-                b"" if buffer is None else buffer.encode(),
-                offsets.astype("<i8").tobytes(),
-                lengths.astype("<i8").tobytes(),
-                immediate,
-                max(deadline - time.monotonic(), 0.0),
-                places.astype("<i8").tobytes(),
+                target,
+                deadline,
+                buffer=buffer,
+                offsets=offsets,
+                lengths=lengths,
+                places=places,
+                immediate=immediate,
             )
             answer = self._exchange(target.owner, message, deadline)
             if answer is not None and answer.kind is not AnswerKind.BUSY:
@@ -131,16 +130,14 @@ class Asking:
         link = self._table.ready(target.owner)
         if link.control.full:
             return False
-        message = Ask(
-            next(self._ids),
+        message = self._ask_of(
             AskKind.WRITE,
-            target.token,
-            source.encode(),
-            pieces.target_offsets.astype("<i8").tobytes(),
-            pieces.lengths.astype("<i8").tobytes(),
-            0,
-            max(deadline - time.monotonic(), 0.0),
-            pieces.source_offsets.astype("<i8").tobytes(),
+            target,
+            deadline,
+            buffer=source,
+            offsets=pieces.target_offsets,
+            lengths=pieces.lengths,
+            places=pieces.source_offsets,
         )
 
         def end(answer: Answer | TransferError) -> None:
@@ -158,6 +155,31 @@ class Asking:
         sent = link.control.send(encode_control(ControlKind.STORAGE_ASK, encode(message)))
         # Lost meanwhile: then it may have been told already.
         return sent or self._open.pop(message.id, None) is None
+
+    def _ask_of(
+        self,
+        kind: AskKind,
+        target: RegionKey,
+        deadline: float,
+        *,
+        buffer: RegionKey | None,
+        offsets: Ints,
+        lengths: Ints,
+        places: Ints,
+        immediate: int = 0,
+    ) -> Ask:
+        """Return the message, under a number of its own, with the time that is left now."""
+        return Ask(
+            next(self._ids),
+            kind,
+            target.token,
+            b"" if buffer is None else buffer.encode(),
+            offsets.astype("<i8").tobytes(),
+            lengths.astype("<i8").tobytes(),
+            immediate,
+            max(deadline - time.monotonic(), 0.0),
+            places.astype("<i8").tobytes(),
+        )
 
     def on_answer(self, peer: str, content: bytes) -> None:
         """Take an answer. On the engine's thread.
