@@ -198,8 +198,11 @@ class TransferEngine(Offering, Movement, Arrivals):
         if check_name(name) == self.name:
             raise ValueError("an engine does not fence itself")
         self._table.fence(name, check_type("reason", reason, str))
-        self._offers.withdraw_peer(name)
-        self._loop.ask(lambda: self._links.fence(name, reason))
+        try:
+            self._loop.ask(lambda: self._links.fence(name, reason))
+        finally:
+            # Last: what it still asks for finds a closed connection, not an unknown key.
+            self._offers.withdraw_peer(name)
 
     def peer(self, name: str) -> Peer:
         """Return a peer that is connected, or this process itself.

@@ -33,6 +33,7 @@ from transfer import (
     PeerUnreachable,
     RegionUnknown,
     TransferEngine,
+    TransferError,
     allocate,
 )
 from transfer.pieces import make_pieces
@@ -195,6 +196,39 @@ def test_fencing(backend: str) -> None:
         with pytest.raises(HandshakeRefused, match="it stalled"):
             b.connect(a.address)
         assert b.peers() == ()
+
+
+@both_backends
+def test_who_is_fenced_loses_the_peer_and_not_its_keys(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[TransferError] = []
+    with new_engine(backend) as a, new_engine(backend) as b:
+        a.connect(b.address)
+        mine, theirs = a.register(random_memory(64)), b.register(allocate(64))
+        key = offer(b, theirs, a)
+
+        def write_on() -> None:
+            while not errors:
+                try:
+                    a.write(b.name, mine, key, 0, 0, 64).wait(SOON_S)
+                except TransferError as error:
+                    errors.append(error)
+
+        writing = threading.Thread(target=write_on)
+        withdraw = b._offers.withdraw_peer
+
+        def withdraw_and_linger(name: str) -> object:
+            found = withdraw(name)
+            writing.join(SOON_S)
+            return found
+
+        monkeypatch.setattr(b._offers, "withdraw_peer", withdraw_and_linger)
+        writing.start()
+        b.disconnect(a.name, reason="it stalled")
+        assert not writing.is_alive()
+        assert [type(error) for error in errors] == [PeerLost]
+        assert b.statistics().offers == 0
 
 
 @both_backends
