@@ -64,6 +64,7 @@ class SegmentKeys:
         self._outboxes: dict[Target, mailbox.Outbox] = {}
         self._mailboxes: dict[Target, RegionKey] = {}  # offered, and not looked at yet
         self._clock = mailbox.clock_name()
+        self._stamped: set[Target] = set()  # with a mailbox, or one that is looked at: say when
         self._offered = threading.Condition()
         self._asking: dict[Target, threading.Lock] = {}
         self._ask_ids = itertools.count(1)
@@ -128,9 +129,9 @@ class SegmentKeys:
         outbox = self._outboxes.get(target)
         if outbox is None and target in self._mailboxes:
             outbox = self._open_mailbox(target)
-        if outbox is not None:
-            if outbox.leave(write_note(note)):
-                return
+        if outbox is not None and outbox.leave(write_note(note)):
+            return
+        if target in self._stamped:  # also while another thread opens the mailbox
             note = replace(note, stamp=time.monotonic_ns())
         payload = encode_to_node(note)
         if node == self._engine.name and self._local_node is not None:
@@ -155,7 +156,8 @@ class SegmentKeys:
             self._asked_at_rest(peer, note)
             return
         key = RegionKey.decode(note.region_key)
-        box = RegionKey.decode(note.mailbox) if note.mailbox else None
+        usable = note.mailbox and note.clock == self._clock and mailbox.is_available()
+        box = RegionKey.decode(note.mailbox) if usable else None
         with self._offered:
             target = self._awaited.get(note.ask_id)
         if target is None or not key.owner == peer == target[0]:
@@ -164,8 +166,9 @@ class SegmentKeys:
             self._heed(note.leaders)
             self.under_way.void(target)
         with self._offered:
-            if box is not None and box.owner == peer and note.clock == self._clock:
+            if box is not None and box.owner == peer:
                 self._mailboxes[target] = box
+                self._stamped.add(target)
             self._keys[target] = key
             self._offered.notify_all()
 
@@ -200,7 +203,7 @@ class SegmentKeys:
         """Map a mailbox that was offered, if memory of the node can be mapped."""
         with self._offered:
             key = self._mailboxes.pop(target, None)
-        if key is None or not mailbox.is_available():
+        if key is None:
             return None
         node, outbox = target[0], None
         memory = allocate(mailbox.GREETING_BYTES, huge_pages=False)
@@ -217,6 +220,8 @@ class SegmentKeys:
         finally:
             self._engine.release(region)
             memory.close()
+            if outbox is None:
+                self._stamped.discard(target)
         return outbox
 
     def _ask_local(self, where: NodeAddress) -> RegionKey:

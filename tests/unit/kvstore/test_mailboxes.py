@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import secrets
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from kvstore.node import mailboxes
 from kvstore.node.indexed_block import blocks_of
 from kvstore.node.mailboxes import RECENT_BLOCKS_MAX, Mailboxes
 from kvstore.wire.left_notes import NoteMalformed, columns_of_rows, read_note, write_note
-from kvstore.wire.messages import HeldBlocks
+from kvstore.wire.messages import HeldBlocks, NodeAddress
 from kvstore.wire.peer_messages import TO_NODE, Unwritten, Written, decode_to_node
 from tests.support.store_pool import Pool
 from tests.support.waits import eventually
@@ -268,6 +270,60 @@ def test_tcp_clients_send_theirs(stack, monkeypatch, still):
     values = fill(store)
     assert len(sent) == len(values)
     assert not any(note.stamp for note in sent)
+
+
+def test_what_is_told_while_another_thread_opens_the_mailbox_says_when(stack, monkeypatch, still):
+    """Such a note is sent: it may come after one that was left later, and must give way to it."""
+    pool = Pool(stack)
+    node = pool.nodes[0]
+    fill(pool.store, 1)
+    box = node.name, 0
+    fresh = pool.connect().client
+    segments, engine = fresh.segments, fresh.core.engine
+    where = NodeAddress(node.name, node._engine.address, 0)
+    segments.get(where, deadline_s=time.monotonic() + 60)
+    assert box in segments._mailboxes
+    opening, go_on, sent = threading.Event(), threading.Event(), []
+    write, notify = engine.write, engine.notify
+
+    def slow_write(*given, **options):
+        opening.set()
+        assert go_on.wait(60)
+        return write(*given, **options)
+
+    monkeypatch.setattr(engine, "write", slow_write)
+    monkeypatch.setattr(engine, "notify", lambda peer, payload: sent.append(payload))
+    offset = 40 * SIZE
+    first, late, last = (secrets.token_bytes(16) for _ in range(3))
+    with ThreadPoolExecutor(1) as others:
+        telling = others.submit(segments.tell, node.name, written(first, 2 * offset, 0))
+        assert opening.wait(60)
+        try:
+            segments.tell(node.name, written(late, offset, 0))
+        finally:
+            go_on.set()
+        telling.result(60)
+    assert box in segments._outboxes
+    (payload,) = sent
+    pool.store.client.segments.tell(node.name, written(last, offset, 0))
+    index = node.segments[0].index
+    assert index.at(2 * offset).key == first
+    assert index.at(offset).key == last
+    arrived = threading.Event()
+    monkeypatch.setattr(node._mailboxes, "take_sent", after(node._mailboxes.take_sent, arrived.set))
+    notify(node.name, payload)
+    assert arrived.wait(60)
+    assert index.at(offset).key == last
+
+
+def after(call, then):
+    """Return a call that does this, and then that."""
+
+    def both(*given):
+        call(*given)
+        then()
+
+    return both
 
 
 @pytest.mark.parametrize("mailbox_bytes", [1024, 64 << 10])
