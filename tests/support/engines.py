@@ -10,7 +10,6 @@ from typing import Any
 
 from configs.schema import TransferBackend, TransferConfig
 from tests.support.certificates import member_tls
-from tests.support.waits import eventually as eventually
 from transfer import Access, Region, RegionKey, TransferEngine
 
 SECRET = b"only the members of this cluster know it"
