@@ -117,11 +117,15 @@ def killed_rank(
         return failure.suspects, failure.evidence
 
 
+def found_late(results) -> list[str]:
+    """What survivors saw who waited for the whole of the pass's time."""
+    return [results[rank][1] for rank in (0, 2) if "message for" in results[rank][1]]
+
+
 @pytest.mark.parametrize("backend", [TransferBackend.SHARED_MEMORY, TransferBackend.TCP])
 @pytest.mark.parametrize("point", POINTS)
 def test_survivors_of_a_killed_rank_go_on_without_it(point, backend):
     seed = random.randrange(1 << 32)
-    start = time.monotonic()
     results = run_ranks(
         3, killed_rank, backend, point, seed, timeout_s=60, exits={VICTIM: -signal.SIGKILL}
     )
@@ -129,7 +133,7 @@ def test_survivors_of_a_killed_rank_go_on_without_it(point, backend):
     # A survivor may also find that the other one has already left the epoch: it accuses nobody.
     assert set(named) <= {(VICTIM,), ()}, (seed, results)
     assert (VICTIM,) in named, (seed, results)
-    assert time.monotonic() - start < GENEROUS_S, "seen by the lost connection, not by a deadline"
+    assert not found_late(results), "seen by the lost connection, not by a deadline"
 
 
 @pytest.mark.parametrize("backend", [TransferBackend.SHARED_MEMORY, TransferBackend.TCP])
@@ -168,7 +172,6 @@ def unread_note(board: Board, backend: TransferBackend, point: str, seed: int):
 def test_nobody_waits_for_who_could_not_read_a_dead_ranks_message(backend):
     """Rank 2 holds all that the victim has sent: only rank 0 can tell it that the pass is lost."""
     seed = random.randrange(1 << 32)
-    start = time.monotonic()
     results = run_ranks(
         3,
         unread_note,
@@ -180,13 +183,13 @@ def test_nobody_waits_for_who_could_not_read_a_dead_ranks_message(backend):
     )
     assert results[0][0] == (VICTIM,), (seed, results)
     assert results[2][0] in ((VICTIM,), ()), (seed, results)
-    assert time.monotonic() - start < GENEROUS_S, "told, not found out by a deadline"
+    assert not found_late(results), "told, not found out by a deadline"
 
 
 def stopped_rank(board: Board, point: str, seed: int):
     ranks = list(range(board.world_size))
     survivors = [rank for rank in ranks if rank != VICTIM]
-    timeout_s = 1.0
+    timeout_s = 3.0
     with DispatchRank(board, pass_timeout_s=timeout_s) as mine:
         mine.install(1, ranks, ExpertMap.even(num_layers=2, num_logical=9, ranks=ranks))
         mine.check_pass(3)
