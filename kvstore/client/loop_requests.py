@@ -73,7 +73,8 @@ class LoopRequests:
         return reply
 
     async def _ask(self, line: LoopLine, question: NearQuestion, left_s: float) -> Answer:
-        timeout_s = min(ATTEMPT_S, left_s) if question.is_patient else left_s
+        again = question.is_patient and left_s > ATTEMPT_S
+        timeout_s = ATTEMPT_S if again else left_s
         reply: bytes | ControlError
         try:
             reply = await line.ask(question.payload, timeout_s)
@@ -81,7 +82,7 @@ class LoopRequests:
             raise
         except ControlError as error:
             reply = error
-        answer, merged = question.read(reply)
+        answer, merged = question.read(reply, again=again)
         if merged is not None and merged.leftovers:
             self._link.tell(merged)
         return answer

@@ -205,11 +205,11 @@ class _Shards:
         deadline_s, attempt_s = time.monotonic() + timeout_s, ATTEMPT_S
         left = list(range(len(plan.parts)))
         while left:
-            patience_s = min(attempt_s, timeout_s) if patient else timeout_s
+            again = patient and attempt_s < timeout_s
+            patience_s = attempt_s if again else timeout_s
             parts = [plan.parts[idx] for idx in left]
-            for idx, outcome in zip(
-                left, self._attempt(parts, patience_s, patient=patient), strict=True
-            ):
+            found = self._attempt(parts, patience_s, patient=patient, again=again)
+            for idx, outcome in zip(left, found, strict=True):
                 if isinstance(outcome, Answer):
                     rebuilding |= outcome.rebuilding
                     settling |= outcome.settling
@@ -257,7 +257,12 @@ class _Shards:
         return plan
 
     def _attempt(
-        self, parts: Sequence[tuple[int, m.Request]], timeout_s: float, *, patient: bool
+        self,
+        parts: Sequence[tuple[int, m.Request]],
+        timeout_s: float,
+        *,
+        patient: bool,
+        again: bool,
     ) -> list[Answer | MasterUnavailable]:
         """Return for each part what is said, or why nothing is."""
         results: list[Answer | MasterUnavailable] = []
@@ -276,15 +281,21 @@ class _Shards:
         except ClientClosed as error:
             raise StoreClosed(what="way to the store's masters") from error
         for (idx, record, _), reply in zip(asked, replies, strict=True):
-            results[idx] = self._read(parts[idx], record, reply)
+            results[idx] = self._read(parts[idx], record, reply, again=again)
         return results
 
     def _read(
-        self, part: tuple[int, m.Request], record: MasterRecord, reply: bytes | TransferError
+        self,
+        part: tuple[int, m.Request],
+        record: MasterRecord,
+        reply: bytes | TransferError,
+        *,
+        again: bool,
     ) -> Answer | MasterUnavailable:
         shard, request = part
+        standing = self._standings[shard]
         try:
-            return self._standings[shard].read(type(request).__name__, record, reply)
+            return standing.read(type(request).__name__, record, reply, again=again)
         except MasterUnavailable as error:
             return error
 

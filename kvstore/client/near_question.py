@@ -47,15 +47,17 @@ class NearQuestion:
             return None  # whoever may wait finds out
         return cls(m.encode(part), record, patient, operation, standing, merge)
 
-    def read(self, reply: bytes | ControlError) -> tuple[Answer, Merged | None]:
-        """Judge what came back. Raises as `MasterStanding.read`."""
+    def read(
+        self, reply: bytes | ControlError, *, again: bool = False
+    ) -> tuple[Answer, Merged | None]:
+        """Judge what came back. Arguments and errors: as of `MasterStanding.read`."""
         found: bytes | ControlError = reply
         if isinstance(reply, bytes):
             try:
                 found = read_reply(reply, self.record.address)
             except ControlError as error:
                 found = error
-        answer = self._standing.read(self._operation, self.record, found)
+        answer = self._standing.read(self._operation, self.record, found, again=again)
         if self._merge is None:
             return answer, None
         merged = self._merge([answer.reply])

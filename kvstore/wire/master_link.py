@@ -88,12 +88,13 @@ class MasterLink:
         """Send a request and return what is said. Raises as `ask`."""
         left_s = self._timeout_s if timeout_s is None else timeout_s
         if not patient:
-            return self._attempt(request, left_s, patient=False)
+            return self._attempt(request, left_s)
         deadline_s, attempt_s = time.monotonic() + left_s, ATTEMPT_S
         while True:
             asked = self.standing.record
+            again, timeout_s = attempt_s < left_s, min(attempt_s, left_s)
             try:
-                return self._attempt(request, min(attempt_s, left_s), patient=True)
+                return self._attempt(request, timeout_s, patient=True, again=again)
             except MasterUnavailable:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
@@ -102,7 +103,9 @@ class MasterLink:
             attempt_s *= 2
             left_s = max(0.001, deadline_s - time.monotonic())
 
-    def _attempt(self, request: m.Request, timeout_s: float, *, patient: bool) -> Answer:
+    def _attempt(
+        self, request: m.Request, timeout_s: float, *, patient: bool = False, again: bool = False
+    ) -> Answer:
         operation, payload = type(request).__name__, m.encode(request)
         reply: bytes | TransferError
         while True:
@@ -119,7 +122,7 @@ class MasterLink:
                 reply = error
             except TransferError as error:
                 reply = error
-            return self.standing.read(operation, record, reply)
+            return self.standing.read(operation, record, reply, again=again)
 
 
 def expect(request: m.Request, reply: m.Reply, expected: type[ReplyT]) -> ReplyT:

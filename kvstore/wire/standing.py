@@ -74,8 +74,21 @@ class MasterStanding:
         with self._changed:
             self._changed.wait_for(lambda: self._record != record, timeout=timeout_s)
 
-    def read(self, operation: str, record: MasterRecord, reply: bytes | TransferError) -> Answer:
+    def read(
+        self,
+        operation: str,
+        record: MasterRecord,
+        reply: bytes | TransferError,
+        *,
+        again: bool = False,
+    ) -> Answer:
         """Judge what came back from this master.
+
+        Args:
+            operation: What was asked.
+            record: Whom.
+            reply: What was said, or why nothing was.
+            again: It is asked again within the same deadline: its silence is not judged yet.
 
         Raises:
             MasterUnavailable: Nothing, or not from who leads the shard.
@@ -86,7 +99,7 @@ class MasterStanding:
         if isinstance(reply, ClientClosed):
             raise StoreClosed(what=f"{self._identity}, way to the store's masters") from reply
         if isinstance(reply, TransferError):
-            if isinstance(reply, RpcTimeout):
+            if isinstance(reply, RpcTimeout) and not again:
                 self._found_silent(record, reply.timeout_s)
             raise _unavailable(operation, record, f"{type(reply).__name__}: {reply}") from reply
         try:

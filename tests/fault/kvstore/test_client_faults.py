@@ -47,9 +47,7 @@ def test_killed_in_the_middle_of_batches_with_leases(stack, backend):
     for _ in range(3):
         client = BusyClient(pool, backend=backend)
         stack.callback(client.close)
-        client.watch(
-            random.uniform(0.1, 0.5), until=lambda: pool.master.statistics().leases > 0
-        )
+        client.watch(random.uniform(0.1, 0.5), until=lambda: pool.master.statistics().leases > 0)
         client.kill()
         killed += 1
         begun |= client.begun

@@ -2,6 +2,7 @@
 
 import random
 import secrets
+import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -10,13 +11,17 @@ import pytest
 
 from configs.schema import KVStoreConfig
 from kvstore import MasterRefused, MasterServer, MasterUnavailable
+from kvstore.client import master_map
 from kvstore.client.master_map import MasterMap
 from kvstore.discovery.directory import StaticMasters
 from kvstore.errors import StoreClosed
 from kvstore.shards.plan import shard_of
 from kvstore.shards.reads import join_leases, split_lease
+from kvstore.wire import master_link
 from kvstore.wire import messages as m
 from kvstore.wire.master_link import MasterLink
+from kvstore.wire.standing import MasterStanding
+from transfer.errors import RpcTimeout
 
 SECRET = secrets.token_bytes(16)
 NBYTES = 64
@@ -226,6 +231,39 @@ def test_who_is_closed_says_so_instead_of_blaming_the_masters(num_shards):
                 masters.map.ask(request, reply)
             assert not caught.value.retryable
         assert time.monotonic() - started_s < WAIT_S / 2
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_an_attempt_that_is_repeated_condemns_no_master(stack, monkeypatch, num_shards):
+    """Only who waited in vain for the whole of its time keeps others from asking for a while."""
+    silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in silent[:num_shards]]
+    for module in (master_link, master_map):
+        monkeypatch.setattr(module, "ATTEMPT_S", 0.05)
+    seen, read = [], MasterStanding.read
+
+    def note(standing, *args, again=False):
+        try:
+            return read(standing, *args, again=again)
+        finally:
+            seen.append((again, standing._silent_until > 0.0))
+
+    monkeypatch.setattr(MasterStanding, "read", note)
+    config = KVStoreConfig(request_timeout_s=0.5)
+    pool = MasterMap(StaticMasters(addresses), config, secret=SECRET, identity="me")
+    stack.callback(pool.close)
+    with pytest.raises(MasterUnavailable):
+        pool.ask(m.Remove(fresh_keys(1), "me", ""), m.Done)
+    assert seen[0] == (True, False)
+    assert all(condemned != again for again, condemned in seen), seen
+    seen.clear()
+    other = MasterMap(StaticMasters(addresses), config, secret=SECRET, identity="other")
+    stack.callback(other.close)
+    question = other.near_question(m.Exists(fresh_keys(1)))
+    for again in (True, False):
+        with pytest.raises(MasterUnavailable):
+            question.read(RpcTimeout(addresses[0], 0.1), again=again)
+    assert seen == [(True, False), (False, True)]
 
 
 def test_who_does_not_know_all_masters_in_their_order_is_refused(stack):
