@@ -16,8 +16,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from transfer import native
 from transfer.local_rpc import (
     IDENTITY_BYTES_MAX,
     LENGTH,
@@ -27,6 +28,9 @@ from transfer.local_rpc import (
     mac,
     socket_name,
 )
+
+if TYPE_CHECKING:
+    from transfer._native import LocalCallers
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +81,7 @@ class Exchange:
         self._closing = False
         self._resting = 0.0  # until when nobody is accepted
         self._thread: threading.Thread | None = None
+        self._compiled: LocalCallers | None = None
 
     def open(self) -> None:
         """Listen. Where the name is taken (by a stranger, then), callers go by ZeroMQ."""
@@ -93,6 +98,8 @@ class Exchange:
         self._epoll = select.epoll()
         self._epoll.register(listener, select.EPOLLIN)
         self._epoll.register(self._wakeup, select.EPOLLIN)
+        if native.compiled is not None:
+            self._compiled = native.compiled.LocalCallers(self._epoll.fileno(), RECEIVE_BYTES)
         self._thread = threading.Thread(target=self._run, name="rpc-local", daemon=True)
         self._thread.start()
 
@@ -108,13 +115,15 @@ class Exchange:
         os.close(self._wakeup)
 
     def _run(self) -> None:
-        callers, poll = self._callers, self._epoll.poll
+        callers, wait = self._callers, self._wait
+        if self._compiled is not None:
+            wait = self._compiled.wait
         try:
             while not self._closing:
-                for descriptor, events in poll(REST_S if self._resting else PROOF_S_MAX):
+                for descriptor, events, data in wait(REST_S if self._resting else PROOF_S_MAX):
                     caller = callers.get(descriptor)
                     if caller is not None:
-                        self._serve(caller, events)
+                        self._serve(caller, events, data)
                     elif descriptor == self._listener.fileno():
                         self._accept()
                 if self._unproved:
@@ -126,6 +135,9 @@ class Exchange:
             self._listener.close()
             for caller in list(self._callers.values()):
                 self._drop(caller)
+
+    def _wait(self, timeout_s: float, /) -> list[tuple[int, int, bytes | None]]:
+        return [(*ready, None) for ready in self._epoll.poll(timeout_s)]
 
     def _accept(self) -> None:
         try:
@@ -143,22 +155,39 @@ class Exchange:
         self._unproved.add(caller)
         self._epoll.register(sock, select.EPOLLIN)
 
-    def _serve(self, caller: _Caller, events: int) -> None:
+    def _serve(self, caller: _Caller, events: int, data: bytes | None) -> None:
+        """Do what is due for one caller.
+
+        Args:
+            caller: Of which something is ready.
+            events: As of epoll; 0: `data` is one whole request.
+            data: What has been read from it; None: nothing.
+        """
         try:
+            if not events and data is not None:
+                if len(data) > self._nbytes_max or not self._take(caller, data):
+                    self._drop(caller)
+                return
             if events & select.EPOLLOUT:
                 self._send(caller, b"")
-            if events & ~select.EPOLLOUT and not self._read(caller):
+            if events & ~select.EPOLLOUT and not self._read(caller, data):
                 self._drop(caller)
         except BlockingIOError:
             pass
         except OSError:
             self._drop(caller)
 
-    def _read(self, caller: _Caller) -> bool:
-        """Take what has come; False if the caller is to be dropped."""
-        data = caller.socket.recv(RECEIVE_BYTES)
-        if not data:
-            return False
+    def _read(self, caller: _Caller, data: bytes | None) -> bool:
+        """Take what has come, or has been read; False if the caller is to be dropped."""
+        if data is None:
+            data = caller.socket.recv(RECEIVE_BYTES)
+        is_good = bool(data) and self._take_frames(caller, data)
+        if self._compiled is not None:
+            plain = is_good and bool(caller.identity) and not caller.arrived
+            self._compiled.set_plain(caller.socket.fileno(), plain)
+        return is_good
+
+    def _take_frames(self, caller: _Caller, data: bytes) -> bool:
         if caller.arrived:
             caller.arrived += data
             if len(caller.arrived) < caller.wanted:
@@ -190,7 +219,12 @@ class Exchange:
         if caller.unsent:  # it asks on without taking the reply
             return False
         reply = self._answer(caller.identity, payload)
-        self._send(caller, LENGTH.pack(len(reply)) + reply)
+        if self._compiled is None:
+            self._send(caller, LENGTH.pack(len(reply)) + reply)
+            return True
+        sent = self._compiled.send(caller.socket.fileno(), reply)
+        if sent < LENGTH.size + len(reply):
+            self._send(caller, (LENGTH.pack(len(reply)) + reply)[sent:])
         return True
 
     def _meet(self, caller: _Caller, payload: bytes) -> bool:
@@ -225,6 +259,8 @@ class Exchange:
             self._epoll.modify(caller.socket, select.EPOLLIN | more)
 
     def _drop(self, caller: _Caller) -> None:
+        if self._compiled is not None:
+            self._compiled.set_plain(caller.socket.fileno(), False)
         self._callers.pop(caller.socket.fileno(), None)
         self._unproved.discard(caller)
         caller.socket.close()

@@ -54,6 +54,7 @@
 #include "compiled/served.c"
 #include "compiled/server_type.c"
 #include "compiled/local_line.c"
+#include "compiled/local_callers.c"
 
 #define FAST(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, name##_doc}
 
@@ -80,7 +81,7 @@ PyMODINIT_FUNC PyInit__native(void)
 {
     static PyTypeObject *const types[] = {&lane_type,    &rail_load_type, &books_type,
                                           &message_type, &short_way_type, &server_type,
-                                          &local_line_type, &mapped_window_type,
+                                          &local_line_type, &local_callers_type, &mapped_window_type,
                                           &mapped_copy_type};
     if (!make_names())
         return NULL;

@@ -85,6 +85,11 @@ class ClientRecord:
             for name, number in more.items():
                 self._counts[name] += number
 
+    def count_stored(self) -> None:
+        """Count one block that was stored."""
+        with self._lock:
+            self._counts["stored_blocks"] += 1
+
     def statistics(self) -> ClientStatistics:
         """Return the counts."""
         with self._lock:

@@ -1,7 +1,8 @@
 /* A caller's end of a local control channel: one request, then its reply, within a deadline. The two
  * halves are there by themselves too, for who asks several servers at once.
  *
- * Two system calls where nothing is unusual: the kernel itself wakes a waiting `recv` now and then
+ * The reply is looked for, for a moment, before the caller sleeps for it (`look.c`). Without that,
+ * two system calls where nothing is unusual: the kernel itself wakes a waiting `recv` now and then
  * (SO_RCVTIMEO) to look at the deadline, so that it need not be told of each. */
 
 #define LINE_PAUSE_US 500000 /* a waiting call looks at its deadline at least as often */
@@ -12,6 +13,7 @@ typedef struct {
     PyObject_HEAD
     int descriptor;
     int64_t pause_us; /* what SO_RCVTIMEO is; 0: not set yet */
+    Looks looks;
 } LocalLine;
 
 typedef enum {
@@ -116,8 +118,31 @@ static LineOutcome line_look(LineCall *call)
     return total > sizeof call->start && !call->body ? LINE_WANTS_BODY : LINE_INTERRUPTED;
 }
 
+/* Look for the beginning of the reply, if that has paid lately; the server may need this core to
+ * answer. What `recv` said last; EAGAIN if nothing has come. */
+static ssize_t line_look_for(LineCall *call)
+{
+    Looks *looks = &call->line->looks;
+    errno = EAGAIN;
+    if (!may_look(looks))
+        return -1;
+    int64_t end = now_ns() + LOOK_NS;
+    ssize_t got;
+    do {
+        got = recv(call->line->descriptor, call->start, sizeof call->start, MSG_DONTWAIT);
+        if (got >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK))
+            break;
+        sched_yield();
+    } while (now_ns() < end);
+    int error = errno;
+    note_look(looks, got >= 0, end);
+    errno = error;
+    return got;
+}
+
 static LineOutcome line_receive(LineCall *call)
 {
+    bool looked = call->arrived > 0;
     for (;;) {
         int64_t left_us = line_left_us(call);
         if (!left_us)
@@ -132,7 +157,13 @@ static LineOutcome line_receive(LineCall *call)
             into = call->body + (call->arrived - LINE_HEAD_BYTES);
             room = call->reply_bytes - (call->arrived - LINE_HEAD_BYTES);
         }
-        ssize_t got = recv(call->line->descriptor, into, room, 0);
+        ssize_t got = -1;
+        errno = EAGAIN;
+        if (!looked)
+            got = line_look_for(call);
+        if (got < 0 && looked)
+            got = recv(call->line->descriptor, into, room, 0);
+        looked = true;
         if (got == 0)
             return LINE_ENDED;
         if (got < 0) {
@@ -290,6 +321,7 @@ static PyObject *line_new(PyTypeObject *type, PyObject *args, PyObject *names)
     if (line) {
         line->descriptor = descriptor;
         line->pause_us = 0;
+        line->looks = (Looks){0};
     }
     return (PyObject *)line;
 }
