@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvstore.master.books.catalog import Catalog
@@ -25,6 +25,13 @@ class AbandonedBatches:
     def __contains__(self, batch: tuple[str, int]) -> bool:
         """Whether a client's batch of this number was given up."""
         return batch in self._numbers
+
+    def others(self, client: str, numbers: Sequence[int]) -> Sequence[int]:
+        """Return those of a client's numbers that were not given up."""
+        known = self._numbers
+        if not known:
+            return numbers
+        return [number for number in numbers if (client, number) not in known]
 
     def end(self, client: str, numbers: Iterable[int]) -> None:
         """Free what was granted to these batches: nothing of it was or will be written any more."""

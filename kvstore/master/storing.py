@@ -116,9 +116,12 @@ class Storing:
             return outcome
         if key in catalog.puts.writers:
             return m.PutOutcome.IN_PROGRESS
-        catalog.puts.name(row, key)
         table.length[row] = request.length
         table.checksum[row] = request.checksum
+        if request.pin is m.Pin.NONE and not request.group:  # as nearly always
+            catalog.store(batch, row, key)
+            return m.PutOutcome.STORED
+        catalog.puts.name(row, key)
         batch.pin, batch.pin_s, batch.group = request.pin, request.pin_s, request.group
         stored = catalog.commit(batch, 0, now)
         assert stored, key
@@ -136,13 +139,8 @@ class Storing:
         """Reserve places, as many as there are to spare; none for a client that is counted."""
         catalog, space = self._catalog, padded(length)
         pool, puts = catalog.pool, catalog.puts
-        capacity = sum(s.capacity for s in pool if s.medium is not m.Medium.SSD)
-        spare = int(capacity * RESERVED_SHARE - puts.reserved_bytes) // space
-        fresh = [
-            number
-            for number in numbers
-            if puts.find(client, number) is None and (client, number) not in self._abandoned
-        ][: max(0, spare)]
+        spare = int(pool.fast_bytes * RESERVED_SHARE - puts.reserved_bytes) // space
+        fresh = self._abandoned.others(client, puts.unknown(client, numbers))[: max(0, spare)]
         if not fresh or tenant.quota_bytes is not None:
             return
         candidates = pool.candidates(client, now, avoid=avoid)
@@ -158,16 +156,7 @@ class Storing:
                 break
             rows.append(row)
         catalog.describe(rows, [0] * len(rows), 0, tenant)
-        opened_s = catalog.leases.awake(now)
-        for number, row in zip(fresh, rows, strict=False):
-            batch = PutBatch(
-                client=client,
-                batch=number,
-                opened_s=opened_s,
-                tenant=tenant.number,
-                is_reserved=True,
-            )
-            puts.reserve(batch, row)
+        puts.reserve(client, fresh, rows, catalog.leases.awake(now), tenant.number)
 
     def _stored(self, request: m.Store, outcome: m.PutOutcome) -> m.Stored:
         """Say which of the places that a request names are the writer's now."""
@@ -193,6 +182,8 @@ def _problem(request: m.Store) -> str:
     """Say what is illegal about a request, if anything."""
     if request.length <= 0 or not 0 <= request.checksum < UNSIGNED_END:
         return "a block of no bytes, or a checksum that is not an unsigned 64-bit number"
+    if not request.more and request.batch != request.following:  # as nearly always
+        return ""
     if len(request.more) > MORE_MAX:
         return f"{len(request.more)} places at once"
     numbers = {request.batch, request.following, *request.more}

@@ -23,11 +23,12 @@ typedef struct {
 static int look_for_callers(LocalCallers *callers, struct epoll_event *events)
 {
     int64_t end = now_ns() + CALLERS_LOOK_NS;
+    bool wanted = false;
     int ready;
-    while (!(ready = epoll_wait(callers->epoll, events, CALLERS_READY_MAX, 0)) && now_ns() < end)
-        sched_yield();
-    /* Later than in time: somebody else has had the core, and a sleeper would have it back sooner. */
-    if (ready > 0 && now_ns() < end + CALLERS_LOOK_NS) {
+    while (!(ready = epoll_wait(callers->epoll, events, CALLERS_READY_MAX, 0)) && !wanted &&
+           now_ns() < end)
+        wanted = is_core_wanted();
+    if (ready > 0 && !wanted) {
         callers->wanted = SHORT_SLEEPS_MIN;
         return ready;
     }

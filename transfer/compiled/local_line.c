@@ -127,15 +127,16 @@ static ssize_t line_look_for(LineCall *call)
     if (!may_look(looks))
         return -1;
     int64_t end = now_ns() + LOOK_NS;
+    bool wanted = false;
     ssize_t got;
-    do {
+    for (;;) {
         got = recv(call->line->descriptor, call->start, sizeof call->start, MSG_DONTWAIT);
-        if (got >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK))
+        if (got >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK) || wanted || now_ns() >= end)
             break;
-        sched_yield();
-    } while (now_ns() < end);
+        wanted = is_core_wanted();
+    }
     int error = errno;
-    note_look(looks, got >= 0, end);
+    note_look(looks, got >= 0 && !wanted, end);
     errno = error;
     return got;
 }

@@ -7,6 +7,7 @@
 
 #define LOOK_NS 50000
 #define LOOKS_LEFT_OUT_MAX 1023
+#define WANTED_NS 3000 /* a core that is offered for longer was wanted */
 
 /* How often looking has been left out, and shall be; whether the other side shares this core, as was
  * seen some calls ago. Guarded by whoever owns it. */
@@ -31,6 +32,15 @@ static bool shares_core(Looks *looks, int fd)
         looks->shares = core < 0 || core == sched_getcpu();
     }
     return looks->shares;
+}
+
+/* Offer this core to others; whether somebody took it. Who would rather look than sleep keeps them
+ * waiting then, and waits for them: a sleeper would have the core back sooner. */
+static bool is_core_wanted(void)
+{
+    int64_t begin = now_ns();
+    sched_yield();
+    return now_ns() - begin > WANTED_NS;
 }
 
 /* Whether it is worth a try. */

@@ -175,6 +175,23 @@ class Catalog:
         self.counts["stored"] += stored and self.table.sibling[row] == row  # the first copy
         return stored
 
+    def store(self, batch: PutBatch, row: int, key: bytes) -> None:
+        """Commit a reserved place, as `commit` does: a block that is new, without pin and group."""
+        self.puts.take_named(batch, row, key)
+        tenant = self.table.tenant[row]
+        self.index.rows[key] = row
+        self.tenants[tenant].blocks += 1
+        self.counts["stored"] += 1
+        if self.expected is not None:
+            self._enter((row,))
+            return
+        self.pool.of(row).enter_one(row)
+        self._uses += 1
+        self.table.used_at[row] = self._uses
+        if tenant != NOBODY:
+            self.tenants.order(row)
+        self.notices.stored((row,))
+
     def settle(self, batch: PutBatch, place: int) -> int:
         """Free a copy that is certainly not being written; return how many (0, 1)."""
         row = self.puts.take(batch, place)

@@ -113,14 +113,34 @@ class OpenPuts:
 
     # -- reserved places ----------------------------------------------------------------------
 
-    def reserve(self, batch: PutBatch, row: int) -> None:
-        """Enter a batch whose only copy, an open one without a key, is a reserved place."""
-        assert batch.is_reserved, batch
-        assert self._table.keys[row] == NO_KEY, row
-        batch.rows[0] = row
-        self._reserved.add(row)
-        self.reserved_bytes += self._table.space[row]
-        self.add(batch)
+    def reserve(
+        self, client: str, numbers: Sequence[int], rows: Sequence[int], opened_s: float, tenant: int
+    ) -> None:
+        """Enter batches whose only copies, open ones without keys, are reserved places."""
+        if not rows:
+            return
+        batches = self._clients.setdefault(client, {})
+        assert batches.keys().isdisjoint(numbers), numbers
+        for number, row in zip(numbers, rows, strict=False):
+            assert self._table.keys[row] == NO_KEY, row
+            batch = PutBatch(
+                client=client,
+                batch=number,
+                opened_s=opened_s,
+                tenant=tenant,
+                is_reserved=True,
+                rows={0: row},
+            )
+            batches[number] = self._open[id(batch)] = batch
+        self._reserved.update(rows)
+        self.reserved_bytes += row_loops.total(self._table.space, rows)
+
+    def unknown(self, client: str, numbers: Sequence[int]) -> Sequence[int]:
+        """Return those of these numbers that are of no batch of this client."""
+        batches = self._clients.get(client)
+        if batches is None or batches.keys().isdisjoint(numbers):
+            return numbers
+        return [number for number in numbers if number not in batches]
 
     def reserved(self, batch: PutBatch) -> int | None:
         """Return the row of a reserved place; None if it is none, or not any more."""
@@ -131,6 +151,13 @@ class OpenPuts:
         """Give a reserved place a key that nobody holds: it is committed in the same step."""
         self._unreserve(row)
         self._table.keys[row] = key
+
+    def take_named(self, batch: PutBatch, row: int, key: bytes) -> None:
+        """Do what `name` and `take` do, of the only copy of a batch."""
+        self._unreserve(row)
+        self._table.keys[row] = key
+        batch.rows.clear()
+        self._forget(batch)
 
     def renumber(self, batch: PutBatch, number: int) -> None:
         """Let a batch have another number, which is not in use."""

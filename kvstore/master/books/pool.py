@@ -40,6 +40,7 @@ class SegmentPool:
         self._last_index = -1
         self.joined = JoinedSegments()
         self.all_heard_s = -math.inf  # nobody's silence began before this
+        self.fast_bytes = 0  # capacity of all segments that are no disks; read it only
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments.values())
@@ -114,6 +115,7 @@ class SegmentPool:
         assert segment.where.segment not in node.segments, segment.where
         node.segments[segment.where.segment] = segment
         self._segments[segment.index] = segment
+        self._count_fast()
         self.joined.add(segment)
         self.all_heard_s = min(self.all_heard_s, node.heard_s)
 
@@ -125,7 +127,12 @@ class SegmentPool:
         for segment in node.segments.values():
             del self._segments[segment.index]
             self.joined.discard(segment)
+        self._count_fast()
         return list(node.segments.values())
+
+    def _count_fast(self) -> None:
+        fast = (s.capacity for s in self if s.medium is not Medium.SSD)
+        self.fast_bytes = sum(fast)
 
     def silent_since(self, deadline_s: float) -> list[str]:
         """Nodes not heard of after this time. Looks at all only when one may be among them."""

@@ -216,6 +216,18 @@ class Segment:
             self._policy.admit(rows, parents)
             self.evictable_bytes += space
 
+    def enter_one(self, row: int) -> None:
+        """As `enter`, of one copy without a pin and a parent."""
+        table = self._table
+        check_arrow(table.state[row], COMMITTED, self.where)
+        space = table.space[row]
+        table.state[row] = COMMITTED
+        self.bytes_in[OPEN] -= space
+        self.bytes_in[COMMITTED] += space
+        self.blocks += 1
+        self._policy.admit((row,))
+        self.evictable_bytes += space
+
     def evict(self, count: int, space: int) -> list[int]:
         """Take victims of exactly this space from the order of eviction, at most so many.
 
