@@ -171,14 +171,14 @@ def test_no_worker_outlives_its_agent(tmp_path: Path, number: signal.Signals) ->
     command = [sys.executable, "-c", AGENT, sys.executable, "-c", WORKER, str(tmp_path), mode]
     agent = subprocess.Popen(command)
     try:
-        eventually(lambda: len(said(tmp_path)) == 3, timeout_s=40)
+        eventually(lambda: len(said(tmp_path)) == 3)
         pids = [int(worker["pid"]) for worker in said(tmp_path).values()]
         assert all(psutil.pid_exists(pid) for pid in pids)
         agent.send_signal(number)
         expected = 0 if number is signal.SIGTERM else -signal.SIGKILL
-        assert agent.wait(timeout=20) == expected
+        assert agent.wait(timeout=60) == expected
         # Orphans are reaped by init, which may take a moment or (in a container) never happen.
-        eventually(lambda: not any(_runs(pid) for pid in pids), timeout_s=10)
+        eventually(lambda: not any(_runs(pid) for pid in pids))
     finally:
         agent.kill()
         agent.wait(timeout=10)

@@ -103,6 +103,12 @@ def die_in_replace(index: KeptIndex, step: str, nbytes: int) -> None:
     index._replace_above = 0
 
 
+def is_kept(index: KeptIndex) -> bool:
+    """Whether all that the index has learned is in its file."""
+    with index._file:  # nobody is writing there
+        return not index._pending
+
+
 def serve(pipe, master: str, segments: list[dict[str, Any]], knobs: dict[str, Any]) -> None:
     with ExitStack() as stack:
         node = LendingNode(stack, master, SECRET, segments, **knobs)
@@ -117,6 +123,8 @@ def serve(pipe, master: str, segments: list[dict[str, Any]], knobs: dict[str, An
             elif request[0] == "die_in_replace":
                 die_in_replace(node.segment(0).index, *request[1:])
                 pipe.send(None)
+            elif request[0] == "kept":
+                pipe.send(is_kept(node.segment(request[1]).index))
             elif request[0] == "held":
                 pipe.send(node.segment(request[1]).held())
 

@@ -111,13 +111,16 @@ def own(engine: TransferEngine, chat: Chat) -> None:
     )
 
 
-def ask(engine: TransferEngine, chat: Chat, seconds: float, seed: int, chats: bool) -> None:
+def ask(engine: TransferEngine, chat: Chat, options: dict[str, Any]) -> None:
+    """Write for so many seconds, and on until all rails are healthy if that is asked for."""
+    seconds, chats = options["seconds"], options.get("chats", False)
+    latest = seconds + options.get("healthy_within_s", 0.0)
     owner = hear()
     engine.connect(owner["address"])
     if chats:
         chat.start(owner["name"])
     key = RegionKey.decode(bytes.fromhex(owner["key"]))
-    torch.manual_seed(seed)
+    torch.manual_seed(options["seed"])
     source = engine.register(torch.randint(0, 256, (NBYTES,), dtype=torch.uint8))
     under_way: deque[Transfer] = deque()
     ended, errors, posted = [], [], 0
@@ -126,17 +129,22 @@ def ask(engine: TransferEngine, chat: Chat, seconds: float, seed: int, chats: bo
     def note() -> None:
         ended.append(time.monotonic() - start)
 
+    def goes_on() -> bool:
+        spent_s = time.monotonic() - start
+        if chat.lost or errors or spent_s >= latest:
+            return False
+        return spent_s < seconds or any(r.state != "healthy" for r in engine.statistics().rails)
+
     say(started=True)
-    while under_way or (not chat.lost and time.monotonic() < start + seconds):
-        while len(under_way) < OUTSTANDING and time.monotonic() < start + seconds and not chat.lost:
+    while under_way or goes_on():
+        while len(under_way) < OUTSTANDING and goes_on():
             # Pieces of a megabyte: each ends by itself, so a stall of a single one is seen.
             offset = posted * (1 << 20) % NBYTES
             try:
                 transfer = engine.write(owner["name"], source, key, offset, offset, 1 << 20,
                                         immediate=7, priority=Priority.WEIGHTS)  # fmt: skip
             except PeerLost as error:
-                errors.append(repr(error))
-                seconds = 0.0  # nobody is there any more: only what is under way is left
+                errors.append(repr(error))  # only what is under way is left
                 break
             transfer.when_done(note)
             under_way.append(transfer)
@@ -156,7 +164,8 @@ def ask(engine: TransferEngine, chat: Chat, seconds: float, seed: int, chats: bo
     ]  # fmt: skip
     say(posted=posted, errors=errors, longest_gap_s=max(gaps), rails=rails, ended=len(ended))
     if chats:
-        hear()  # until the other one has stopped to talk, and all has come
+        final = hear()  # until the other one has stopped to talk, and all has come
+        chat.is_lost.wait(final.get("until_lost_s", 0.0))
         say(chat=chat.report())
 
 
@@ -229,8 +238,7 @@ def main() -> None:
         elif options["role"] == "compare":
             compare(engine, options["seconds"], options["message_bytes"])
         else:
-            chats = options.get("chats", False)
-            ask(engine, chat, options["seconds"], options["seed"], chats)
+            ask(engine, chat, options)
         hear()  # stay until the other one is done too
 
 

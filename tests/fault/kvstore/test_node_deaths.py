@@ -15,6 +15,7 @@ import xxhash
 
 from tests.support.lending_process import LendingProcess, Putter, slab_segment
 from tests.support.ordering_master import OrderingMaster
+from tests.support.waits import eventually
 from transfer import TransferError
 
 SIZE = 16 << 20
@@ -33,11 +34,10 @@ def putter(stack):
 
 
 def wait_held(node, number):
-    deadline = time.monotonic() + WAIT_S
-    while len((held := node.ask("held", 0)).keys) != number:
-        assert time.monotonic() < deadline, len(held.keys)
-        time.sleep(0.02)
-    return held
+    """Return what it holds, once that is so much and its file says so too."""
+    eventually(lambda: len(node.ask("held", 0).keys) == number, f"{number} blocks")
+    eventually(lambda: node.ask("kept", 0), "the index is written a moment later")
+    return node.ask("held", 0)
 
 
 def wrong_blocks(path, held):
@@ -56,7 +56,6 @@ def test_killed_and_restarted_it_offers_what_it_has(tmp_path, master, putter):
     key = putter.key(node)
     keys = [putter.put(node, key, i * BLOCK, BLOCK) for i in range(40)]
     wait_held(node, 40)
-    time.sleep(0.2)  # the index is written a moment later
     node.kill()
     again = LendingProcess(master.address, segments)
     registered = master.registered[-1]
@@ -80,7 +79,6 @@ def test_killed_in_the_middle_of_a_put(tmp_path, master, putter, attempt):
     for i in range(60):
         putter.put(node, key, i * BLOCK, BLOCK)
     before = wait_held(node, 60)
-    time.sleep(0.2)
     low, high = 10 * BLOCK + 1000, 50 * BLOCK - 1000
     putter.fill(high - low)
     was = np.fromfile(slab, dtype=np.uint8)[:SIZE]
@@ -112,7 +110,6 @@ def test_killed_in_the_middle_of_an_index_record(tmp_path, master, putter, torn)
     key = putter.key(node)
     keys = [putter.put(node, key, i * BLOCK, BLOCK) for i in range(10)]
     wait_held(node, 10)
-    time.sleep(0.2)
     node.ask("die_in_append", torn)
     last = putter.put(node, key, 10 * BLOCK, BLOCK)
     node.ended(-9)
@@ -138,7 +135,6 @@ def test_killed_before_an_overwrite_is_noted(tmp_path, master, putter):
     key = putter.key(node)
     keys = [putter.put(node, key, i * BLOCK, BLOCK) for i in range(4)]
     wait_held(node, 4)
-    time.sleep(0.2)
     node.ask("die_in_append", 5)
     putter.fill(BLOCK)
     with pytest.raises(TransferError):
@@ -164,7 +160,6 @@ def test_killed_while_the_index_is_replaced(tmp_path, master, putter, step, torn
     # Some are overwritten, so that the log has more than the index.
     keys[3:6] = [putter.put(node, key, i * BLOCK, BLOCK) for i in range(3, 6)]
     wait_held(node, 20)
-    time.sleep(0.2)
     size = (tmp_path / "slab.index").stat().st_size
     node.ask("die_in_replace", step, torn)
     last = putter.put(node, key, 20 * BLOCK, BLOCK)

@@ -96,7 +96,8 @@ def test_a_peer_that_is_killed_while_a_rail_is_cut_is_lost_soon(wires: Wires, wh
             chat = owner.hear()["chat"]
         else:
             assert "PeerLost" in asker.hear()["errors"][-1], "what was under way has failed"
-            asker.say(tell=True)
+            # Whoever waits for a transfer may hear of it before it is told.
+            asker.say(tell=True, until_lost_s=LOST_S_MAX)
             chat = asker.hear()["chat"]
         assert len(chat["lost"]) == 1
         # Not by the end of its patience, as for a peer whose machine has vanished.
