@@ -85,19 +85,22 @@ class Offering:
 
         A same-host peer is told, and forgets its mapping; until then it can still write. A peer
         that copies to and from our memory by its address (it lies in no `Memory`) is waited for,
-        but not for longer than a second, and not on the engine's own thread.
+        but not for longer than a second, and not on the engine's own thread. So is a storage of
+        ours that is still moving what a peer has asked for.
 
         Returns:
             False if such a peer may still be copying, a stopped one for example. The memory is
             quarantined then: kept alive until that peer has answered or its process has ended,
-            and not to be reused before. Ask again to find out.
+            and not to be reused before. Also if such a storage is not done, a disk that hangs for
+            example. Ask again to find out; after True nothing of either comes any more.
         """
         offer = self._offers.withdraw(check_type("key", key, RegionKey).token)
         if offer is not None:
             self._tell_withdrawn(key.token, offer.to)
-            if offer.region.kind != "host":
-                self._staging.withdrawn(key.token)
-        return self._await_retired([key.token])
+        # The engine's own thread takes the answers, and hands the asks of a storage on.
+        wait_s = 0.0 if self._loop.is_current else RETIRE_S
+        is_still = self._staging.withdrawn(key.token, wait_s)
+        return self._links.told.wait([key.token], wait_s) and is_still
 
     def _withdraw_addresses(self) -> None:
         """Make void, and wait a while for, whatever is written to and read by its address."""

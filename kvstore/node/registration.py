@@ -240,24 +240,30 @@ class Registration:
         witness, now = self._settlement.witness, time.monotonic()
         if not witness.is_due(now):
             return
-        dead = witness.cut_off_dead()
+        dead = {disks: witness.cut_off_dead(disks=disks) for disks in (False, True)}
         try:
             ways = [way for way in self._ways if way.registered and way.answers]
             for way in ways:
-                self._end_writes(way, witness, dead)
+                for disks, names in dead.items():
+                    self._end_writes(way, witness, names, disks=disks)
         except Fenced:
             raise
         except KVStoreError as error:
             logger.debug("store node %s, writers: %s", self._engine.name, error)
         else:
-            witness.asked(dead if len(ways) == len(self._ways) else (), now)
+            everywhere = [name for name in dead[False] if name in dead[True]]
+            witness.asked(everywhere if len(ways) == len(self._ways) else (), now)
 
-    def _end_writes(self, way: _Way, witness: WriterWitness, dead: list[str]) -> None:
+    def _end_writes(
+        self, way: _Way, witness: WriterWitness, dead: list[str], *, disks: bool
+    ) -> None:
+        """Do so for the segments of disks, or for all others: another proof holds there."""
         name = self._engine.name
-        # What a disk is still writing for somebody is not known here.
-        lent = [s.number for s in self._segments if s.medium is not m.Medium.SSD]
+        lent = [s.number for s in self._segments if (s.medium is m.Medium.SSD) is disks]
+        if not lent:
+            return
         listed = self._one(way, m.WritersAt(name, lent), m.WritersThere).writers
-        for writers, are_dead in ((dead, True), (witness.cut_off(listed), False)):
+        for writers, are_dead in ((dead, True), (witness.cut_off(listed, disks=disks), False)):
             if not writers:
                 continue
             question = m.WritersAt(name, lent, writers, are_dead)

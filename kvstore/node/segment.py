@@ -49,6 +49,8 @@ class Segment:
         self._catch_up: Callable[[], None] = _ignore
         self._lock = threading.Lock()
         self._offers: dict[tuple[str, bool], RegionKey] = {}
+        # Of clients: withdrawn, and something that was asked for under them may be under way.
+        self._void: dict[str, dict[bytes, RegionKey]] = {}
         self._untouched = True
 
     @property
@@ -122,8 +124,8 @@ class Segment:
                 raise self._closed()
             self._untouched = False
             earlier = self._offers.pop((name, for_copies), None)
-            if earlier is not None:
-                engine.withdraw(earlier)
+            if earlier is not None and not engine.withdraw(earlier) and not for_copies:
+                self._void.setdefault(name, {})[earlier.token] = earlier
             key = engine.offer(
                 region, to=name, access=Access.READ | Access.WRITE, offset=0, nbytes=self.nbytes
             )
@@ -140,12 +142,28 @@ class Segment:
                 if name != own
             ]
 
-    def withdraw_from(self, name: str) -> None:
-        """Let a client reach the bytes no more; unknown ones are ignored."""
+    def withdraw_from(self, name: str) -> bool:
+        """Let a client reach the bytes no more; unknown ones are ignored.
+
+        Returns:
+            False if the segment's disk is still writing what that client has asked for. Then ask
+            again: after True nothing of what it asked for under any of its keys is written.
+        """
         with self._lock:
+            engine = self._engine
             key = self._offers.pop((name, False), None)
-            if key is not None and self._engine is not None:
-                self._engine.withdraw(key)
+            if key is not None:
+                self._void.setdefault(name, {})[key.token] = key
+            waiting = list(self._void.get(name, {}).values())
+        # Without the lock: it may wait for the disk.
+        still = [key for key in waiting if engine is not None and engine.withdraw(key)]
+        with self._lock:
+            void = self._void.get(name, {})
+            for key in still:
+                void.pop(key.token, None)
+            if not void:
+                self._void.pop(name, None)
+            return not void
 
     def record(self, held: HeldBlocks) -> int:
         """Remember what a writer says now; return how many blocks were possible."""

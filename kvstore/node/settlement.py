@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.node.rest_questions import News, Question, RestQuestions, Role, Writer
 from kvstore.node.writer_witness import WriterWitness
+from kvstore.wire.messages import Medium
 from kvstore.wire.peer_messages import (
     AskAtRest,
     AtRest,
@@ -129,14 +130,17 @@ class Settlement:
         role = Role.COPIER if note.for_copies else Role.CLIENT
         self._at_rest(Question(Writer(peer, role), note.segment, note.number))
 
-    def leave(self, peer: str, segment: Segment) -> None:
-        """A client gave its key back: it is not asked any more."""
-        segment.withdraw_from(peer)
-        self._gone(Writer(peer, Role.CLIENT), [segment.number])
+    def leave(self, peer: str, segment: Segment) -> bool:
+        """A client gave its key back: it is not asked any more. As `Segment.withdraw_from`."""
+        is_still = segment.withdraw_from(peer)
+        if is_still:
+            self._gone(Writer(peer, Role.CLIENT), [segment.number])
+        return is_still
 
-    def _cut_off(self, peer: str) -> None:
-        for segment in self._segments:
-            self.leave(peer, segment)
+    def _cut_off(self, peer: str, *, disks: bool) -> bool:
+        concerned = [s for s in self._segments if (s.medium is Medium.SSD) is disks]
+        left = [self.leave(peer, segment) for segment in concerned]  # all of them, though one hangs
+        return all(left)
 
     def _lost(self, peer: str, evidence: str) -> None:
         del evidence

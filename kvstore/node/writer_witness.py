@@ -3,6 +3,10 @@
     it has mapped the memory    its process has exited, as the kernel says, and its link is closed
     it writes over tcp          its link is closed, and its key void: nothing of it lands again
     it writes by RDMA, or its process is not visible here                              no proof
+    it writes to a disk         as over tcp, and the disk has done all that it had asked for
+
+A disk's bytes go through the node, whoever the writer is: that one is stopped, or alive and lost
+its link, makes no difference there.
 
 Who only lost its link may come back. It is told with its next key that nothing may start which was
 begun before (`OfferSegment.anew`), so what it was granted by then stays free. The order of things:
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from transfer import RegionKey, TransferEngine
 
 CUT_MAX: Final = 1 << 14
+AWAITED_S: Final = 5.0  # until it is asked again whether a disk is done for one that is dead
 
 
 class Exits(Protocol):
@@ -36,6 +41,17 @@ class Exits(Protocol):
     @property
     def exited(self) -> bool:
         """Whether all of it has ended."""
+
+
+class CutOff(Protocol):
+    """Makes a writer's keys void."""
+
+    def __call__(self, name: str, /, *, disks: bool) -> bool:
+        """Make those to segments of disks void, or to the others.
+
+        Returns:
+            False if a disk is still writing something for it. May wait for that, a second.
+        """
 
 
 class _Unknown:
@@ -49,13 +65,11 @@ class WriterWitness:
 
     Args:
         engine: The node's.
-        cut_off: Makes a writer's keys to all segments void. May wait a second.
+        cut_off: Makes a writer's keys void.
         period_s: How often writers are asked about of whose end nothing was noticed.
     """
 
-    def __init__(
-        self, engine: TransferEngine, cut_off: Callable[[str], None], *, period_s: float
-    ) -> None:
+    def __init__(self, engine: TransferEngine, cut_off: CutOff, *, period_s: float) -> None:
         self._engine = engine
         self._cut_off = cut_off
         self._period_s = period_s
@@ -63,6 +77,7 @@ class WriterWitness:
         self._lock = threading.Lock()
         self._processes: dict[str, Exits] = {}  # of those who could map the memory
         self._lost: set[str] = set()  # of these
+        self._awaited: dict[str, float] = {}  # of these: a disk is not done; when to look again
         self._cut: OrderedDict[str, bool] = OrderedDict()  # name -> whether it still is
         self._cut_max_reached = False
 
@@ -80,6 +95,7 @@ class WriterWitness:
             if process is not None and not isinstance(self._processes.get(name), _Unknown):
                 self._processes[name] = process
             self._lost.discard(name)
+            self._awaited.pop(name, None)
             anew = name in self._cut or self._cut_max_reached
             if name in self._cut:
                 self._cut[name] = False
@@ -99,7 +115,8 @@ class WriterWitness:
     def is_due(self, now: float) -> bool:
         """Tell whether the masters are to be told of the dead, or asked for the late."""
         with self._lock:
-            return now >= self._due_s or any(self._processes[name].exited for name in self._lost)
+            noticed = [name for name in self._lost if self._awaited.get(name, now) <= now]
+            return now >= self._due_s or any(self._processes[name].exited for name in noticed)
 
     def asked(self, dead: Iterable[str], now: float) -> None:
         """All masters were asked, and told of these dead."""
@@ -108,23 +125,41 @@ class WriterWitness:
             for name in dead:
                 self._lost.discard(name)
                 self._processes.pop(name, None)
+                self._awaited.pop(name, None)
 
-    def cut_off_dead(self) -> list[str]:
-        """Return whose processes have ended, and are not known to all masters."""
+    def cut_off_dead(self, *, disks: bool = False) -> list[str]:
+        """Return whose processes have ended, and are not known to all masters.
+
+        Args:
+            disks: As of `cut_off`.
+        """
         with self._lock:
-            names = list(self._lost)
-        return [name for name in names if self._shut(name, known=True)]
+            dead = [name for name in self._lost if self._processes[name].exited]
+        return self.cut_off(dead, disks=disks)
 
-    def cut_off(self, names: Iterable[str]) -> list[str]:
-        """Return those of these writers that write nothing here before they get another key."""
-        return [name for name in names if self._shut(name, known=False)]
+    def cut_off(self, names: Iterable[str], *, disks: bool = False) -> list[str]:
+        """Return those of these writers that write nothing here before they get another key.
 
-    def _shut(self, name: str, *, known: bool) -> bool:
+        Args:
+            names: Of the writers.
+            disks: Here: in the segments of disks, instead of all others.
+        """
+        out = []
+        for name in names:
+            if not self._shut(name, disks=disks):
+                continue
+            if not self._cut_off(name, disks=disks):
+                with self._lock:
+                    if name in self._lost:
+                        self._awaited[name] = time.monotonic() + AWAITED_S
+                break  # a disk that hangs does so for all; they are asked about again
+            out.append(name)
+        return out
+
+    def _shut(self, name: str, *, disks: bool) -> bool:
         with self._lock:
             process = self._processes.get(name)
-            if process is None and known:
-                return False
-            if process is not None and not process.exited:
+            if process is not None and not process.exited and not disks:
                 return False
             if name == self._engine.name or self._is_connected(name):
                 return False
@@ -133,7 +168,6 @@ class WriterWitness:
             while len(self._cut) > CUT_MAX:
                 self._cut.popitem(last=False)
                 self._cut_max_reached = True
-        self._cut_off(name)
         return True
 
     def is_out(self, name: str) -> bool:

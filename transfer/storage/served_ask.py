@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from transfer.errors import RegionUnknown, StorageFailed, TransferError
 from transfer.memory.region import Bytes, Offer, RegionKey
-from transfer.pieces import Pieces
+from transfer.pieces import Ints, Pieces, packed
 from transfer.storage.bounce import BUFFER_BYTES, PeerEnd, StorageEnd
 from transfer.storage.messages import Ask, AskKind
-from transfer.storage.storage import Done, StorageRegion
+from transfer.storage.storage import Done, StorageRegion, Waiter
 
 if TYPE_CHECKING:
     from transfer.storage.service import StorageService
@@ -123,24 +123,43 @@ class ServedAsk:
         self._storage.store(buffer, to_window, self.deadline, self.end)
 
     def _by_bounce(self, lane: int) -> None:
-        own = StorageEnd(self._storage, self._offer.offset)
         theirs = PeerEnd(self._service.moves, self._peer, self._key, None)
         source, target, lengths = (
             self._pieces.source_offsets,
             self._pieces.target_offsets,
             self._pieces.lengths,
         )
-        ends = (own, theirs) if self._kind is AskKind.READ else (theirs, own)
         if self._pieces.nbytes > BUFFER_BYTES:
             reason = (
                 f"{self._pieces.nbytes} bytes at once, and the requester's memory is not mapped"
             )
             raise StorageFailed(self._storage.kind, self._kind.name.lower(), reason)
         with self._service.bounces.borrow(lane) as bounce:
-            ends[0].fill(bounce, source, lengths, self.deadline)
-            if self._kind is AskKind.WRITE:
-                self._check_live()
-            ends[1].drain(bounce, target, lengths, self.deadline)
+            if self._kind is AskKind.READ:
+                own = StorageEnd(self._storage, self._offer.offset)
+                own.fill(bounce, source, lengths, self.deadline)
+                theirs.drain(bounce, target, lengths, self.deadline)
+            else:
+                theirs.fill(bounce, source, lengths, self.deadline)
+                self._store(bounce.region.array, target, lengths)
+
+    def _store(self, source: Bytes, offsets: Ints, lengths: Ints) -> None:
+        """Store packed pieces, and wait; the key is in use for as long as the storage is at it."""
+        waiter = Waiter(self._storage.kind, "write", self.deadline)
+
+        def done(error: TransferError | None) -> None:
+            self._service.end_use(self._token)
+            waiter.end(error)
+
+        self._service.begin_use(self._token)
+        try:
+            self._check_live()
+            to_window = Pieces(packed(lengths), offsets + self._offer.offset, lengths)
+            self._storage.store(source, to_window, self.deadline, done)
+        except TransferError:
+            self._service.end_use(self._token)  # nothing was begun
+            raise
+        waiter.wait()
 
     def _check_live(self) -> None:
         if not self._offer.live:

@@ -55,7 +55,6 @@ from transfer.wire import ControlKind, encode_control
 THREADS: Final = 4
 SERVING_THREADS: Final = 4  # as many as a requester has: else its threads wait for one another
 QUEUED_MAX: Final = 256
-WITHDRAW_S: Final = 5.0
 BOTH: Final = Access.READ | Access.WRITE
 
 
@@ -201,9 +200,9 @@ class Staging:
         """Forget a key that a peer has withdrawn."""
         self._windows.drop(peer, token)
 
-    def withdrawn(self, token: bytes) -> None:
-        """Wait until what a peer was doing under a withdrawn key has ended."""
-        self._service.quiesce(token, WITHDRAW_S)
+    def withdrawn(self, token: bytes, timeout_s: float) -> bool:
+        """Wait until what a peer was doing under a withdrawn key has ended; False if it has not."""
+        return self._service.quiesce(token, timeout_s)
 
     def abandon(self) -> None:
         """Fail what is under way: the way out after a fork."""

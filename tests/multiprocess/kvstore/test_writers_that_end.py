@@ -2,67 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import secrets
 import signal
 import time
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from configs.schema import TransferBackend
-from tests.support.killed_writer import begin_and_wait
+from tests.support.holding_writer import SIZE, Writer, lose, under_way
 from tests.support.store_pool import WAIT_S, Pool
 from tests.support.waits import eventually
 
-SIZE = 64 << 10
 KINDS = ("reserved", "batch", "written")
 BACKENDS = (None, TransferBackend.TCP)
-
-
-class Writer:
-    """The parent's end of a writer, which holds places now."""
-
-    def __init__(self, pool: Pool, backend: TransferBackend | None, kind: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.killed_writer"])
-        self.pipe, theirs = context.Pipe()
-        args = (theirs, pool.addresses[0], pool.secret, pool.config, backend, kind, SIZE)
-        self.process = context.Process(target=begin_and_wait, args=args, daemon=True)
-        self.process.start()
-        theirs.close()
-        self.name = self.hear()
-
-    def hear(self):
-        assert self.pipe.poll(WAIT_S), "the writer does not answer"
-        return self.pipe.recv()
-
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-        if number == signal.SIGSTOP:
-            stat = Path(f"/proc/{self.process.pid}/stat")
-            eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "stopped")
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.process.join(WAIT_S)
-        assert self.process.exitcode == -signal.SIGKILL
-
-
-def under_way(pool: Pool) -> int:
-    figures = pool.master.statistics()
-    return figures.open_bytes + figures.quarantined_bytes
-
-
-def lose(pool: Pool, name: str) -> None:
-    """Cut the connection of the only node with a writer."""
-    engine = pool.nodes[0]._engine
-    link = engine._table.get(name)
-    assert link is not None
-    engine._loop.ask(lambda: engine._links.lose(link, "cut by the test"))
-    assert engine._table.get(name) is None
 
 
 @pytest.mark.parametrize(("kind", "backend"), list(product(KINDS, BACKENDS)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvstore.node import writer_witness
@@ -33,8 +35,13 @@ class Engine:
 
 class Scene:
     def __init__(self):
-        self.engine, self.cut = Engine(), []
-        self.witness = WriterWitness(self.engine, self.cut.append, period_s=1e6)
+        self.engine, self.cut, self.hangs = Engine(), [], False
+        self.disks = []  # who was cut off from them
+        self.witness = WriterWitness(self.engine, self.cut_off, period_s=1e6)
+
+    def cut_off(self, name, *, disks):
+        (self.disks if disks else self.cut).append(name)
+        return not (disks and self.hangs)
 
     def admit(self, name, process=None):
         self.engine.peers[name] = process
@@ -110,3 +117,37 @@ def test_nobody_is_forgotten_who_may_come_back(scene, monkeypatch):
     names = [str(number) for number in range(5)]
     assert scene.witness.cut_off(names) == names
     assert all(scene.admit(name) == ("key", True) for name in names)
+
+
+@pytest.mark.parametrize("process", [None, Process(), OSError("no process")])
+def test_of_disks_everybody_is_out_who_has_no_link(scene, process):
+    scene.admit("w", process)
+    assert scene.witness.cut_off(["w"], disks=True) == [], "it is there"
+    scene.lose("w")
+    assert scene.witness.cut_off(["w", "node"], disks=True) == scene.disks == ["w"]
+    assert scene.witness.is_out("w")
+    assert scene.cut == [], "its keys to memory are those of a process that may live"
+    assert scene.admit("w", process) == ("key", True)
+    assert not scene.witness.is_out("w")
+
+
+def test_nobody_is_out_for_whom_a_disk_still_writes(scene):
+    process = Process()
+    for name in ("v", "w"):
+        scene.admit(name, process)
+        scene.lose(name)
+    process.exited, scene.hangs = True, True
+    assert sorted(scene.witness.cut_off_dead()) == ["v", "w"], "of memory they are out"
+    now = time.monotonic()
+    assert scene.witness.cut_off_dead(disks=True) == []
+    assert len(scene.disks) == 1, "of those that hang one is waited for"
+    scene.witness.asked([], now)
+    (hanging,) = scene.disks
+    scene.witness._lost &= {hanging}
+    assert not scene.witness.is_due(now), "not at every heartbeat"
+    assert scene.witness.is_due(now + 2 * writer_witness.AWAITED_S)
+    scene.hangs = False
+    assert scene.witness.cut_off_dead(disks=True) == [hanging]
+    scene.witness.asked([hanging], now)
+    assert not scene.witness._awaited
+    assert not scene.witness.is_due(now + 2 * writer_witness.AWAITED_S)

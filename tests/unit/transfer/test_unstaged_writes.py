@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,9 +14,9 @@ import torch
 from configs.schema import FileConfig
 from tests.support.disk_calls import replace
 from tests.support.engines import engine_pair, offer
+from tests.support.hanging_disk import HangingDisk
 from tests.support.waits import eventually
 from transfer import EngineClosed, Memory, PeerLost, StorageFailed, TransferTimeout, allocate
-from transfer.backends import direct_io
 from transfer.backends.file import FileSlab
 from transfer.storage import staging
 from transfer.storage.messages import ASK_BYTES_MAX
@@ -47,27 +46,9 @@ def shared() -> Iterator[Shared]:
         yield make
 
 
-class Hanging:
-    """The disk takes nothing until it is let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._plain = direct_io.write_fully
-        self._free = threading.Event()
-        self.entered = threading.Event()
-        replace(monkeypatch, self._write, writes=True)
-
-    def _write(self, *arguments: object) -> None:
-        self.entered.set()
-        assert self._free.wait(SOON_S)
-        self._plain(*arguments)  # type: ignore[arg-type]
-
-    def let_go(self) -> None:
-        self._free.set()
-
-
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    disk = Hanging(monkeypatch)
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
+    disk = HangingDisk(monkeypatch)
     yield disk
     disk.let_go()
 
@@ -108,7 +89,7 @@ def test_a_disk_that_fails(slab: FileSlab, shared: Shared, monkeypatch: pytest.M
 
 
 def test_a_disk_that_hangs_beyond_the_deadline(
-    slab: FileSlab, shared: Shared, hanging: Hanging
+    slab: FileSlab, shared: Shared, hanging: HangingDisk
 ) -> None:
     with engine_pair("shared_memory") as (a, b):
         region, key = a.register(shared(CALL)), offer(b, b.register(slab), a)
@@ -121,7 +102,9 @@ def test_a_disk_that_hangs_beyond_the_deadline(
         a.write(b.name, region, key, 0, 0, CALL).wait(SOON_S)
 
 
-def test_a_peer_that_is_lost_meanwhile(slab: FileSlab, shared: Shared, hanging: Hanging) -> None:
+def test_a_peer_that_is_lost_meanwhile(
+    slab: FileSlab, shared: Shared, hanging: HangingDisk
+) -> None:
     with engine_pair("shared_memory") as (a, b):
         region, key = a.register(shared(CALL)), offer(b, b.register(slab), a)
         write = a.write(b.name, region, key, 0, 0, CALL)
@@ -136,7 +119,7 @@ def test_a_peer_that_is_lost_meanwhile(slab: FileSlab, shared: Shared, hanging: 
 
 
 def test_an_engine_that_is_closed_meanwhile(
-    slab: FileSlab, shared: Shared, hanging: Hanging
+    slab: FileSlab, shared: Shared, hanging: HangingDisk
 ) -> None:
     with engine_pair("shared_memory") as (a, b):
         region, key = a.register(shared(CALL)), offer(b, b.register(slab), a)
@@ -150,7 +133,7 @@ def test_an_engine_that_is_closed_meanwhile(
 
 
 def test_a_busy_owner_is_asked_again(
-    tmp_path: Path, shared: Shared, hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shared: Shared, hanging: HangingDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "QUEUED_MAX", 1)
     config = FileConfig(threads=1, queued_max=1)
@@ -170,3 +153,21 @@ def test_a_busy_owner_is_asked_again(
         assert np.array_equal(content(slab)[: 8 * CALL], region.array)
         assert not b._staging._service._used
         assert not a._staging._asking._open
+
+
+@pytest.mark.parametrize("backend", ["shared_memory", "tcp"])
+def test_a_withdrawn_key_is_in_use_for_as_long_as_the_disk_is_at_it(
+    slab: FileSlab, shared: Shared, hanging: HangingDisk, backend: str
+) -> None:
+    with engine_pair(backend) as (a, b):
+        region, key = a.register(shared(CALL)), offer(b, b.register(slab), a)
+        transfer = a.write(b.name, region, key, 0, 0, CALL, timeout_s=1.0)
+        assert hanging.entered.wait(SOON_S)
+        assert not b.withdraw(key)
+        with pytest.raises((TransferTimeout, StorageFailed)):
+            transfer.wait(SOON_S)
+        time.sleep(1.5)  # whoever serves it has given up by now, too
+        assert not b.withdraw(key), "what hangs may still be written"
+        hanging.let_go()
+        eventually(lambda: b.withdraw(key), timeout_s=SOON_S)
+        assert np.array_equal(content(slab)[:CALL], region.array)
