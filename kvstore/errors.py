@@ -147,7 +147,10 @@ class InvalidKey(KVStoreError, ValueError):
 
 
 class InvalidValue(KVStoreError, ValueError):
-    """A value cannot be stored, or a target cannot take one. Nothing was asked or moved."""
+    """A value cannot be stored, a target cannot take one, or an argument makes no sense.
+
+    Nothing was asked or moved.
+    """
 
     problem: str
 

@@ -25,6 +25,7 @@ from kvstore.client.source import chunked_source, plain_source
 from kvstore.client.staging import Staging
 from kvstore.client.steps import Steps, work
 from kvstore.client.tenant import Tenant
+from kvstore.client.timeouts import check_timeout
 from kvstore.client.writing import Writing
 from kvstore.errors import InvalidKey, InvalidValue
 from kvstore.keys import KEY_BYTES
@@ -67,7 +68,8 @@ class ClientCore:
         self.writing = Writing(self.record, self.master, writer, self.under_way)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """When a call that starts now is late, on the monotonic clock."""
+        """When a call that starts now is late, on the monotonic clock. Raises InvalidValue."""
+        check_timeout(timeout_s)
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
     def left(self, deadline_s: float) -> float:
@@ -76,18 +78,20 @@ class ClientCore:
 
     def lookup(self, keys: Sequence[bytes], *, every: bool, timeout_s: float | None) -> Steps[Hit]:
         """As `StoreClient.lookup`, or `lookup_prefix` unless `every`."""
+        check_timeout(timeout_s)
         names = self.names(keys if every else keys[: m.KEYS_MAX])
         return (yield from self.reading.locate(names, every=every, timeout_s=timeout_s))
 
     def copy(self, hit: Hit, pieces: Pieces, timeout_s: float | None) -> Steps[Copied]:
         """As `StoreClient.copy`."""
+        deadline_s = self.deadline(timeout_s)
         if not len(pieces):
             return Copied(num_good=hit.num_blocks, corrupt=(), unreached=(), lost_nodes=())
-        deadline_s = self.deadline(timeout_s)
         return (yield from self.reading.copy(hit, pieces, deadline_s=deadline_s))
 
     def exists(self, keys: Sequence[bytes], timeout_s: float | None) -> Steps[list[bool]]:
         """As `StoreClient.exists`."""
+        check_timeout(timeout_s)
         return (yield from self.reading.exists(self.names(keys), timeout_s=timeout_s))
 
     def put(
@@ -98,9 +102,9 @@ class ClientCore:
         timeout_s: float | None,
     ) -> Steps[tuple[PutOutcome, ...]]:
         """As `StoreClient.put_pieces`."""
+        deadline_s = self.deadline(timeout_s)
         if not keys:
             return ()
-        deadline_s = self.deadline(timeout_s)
         names = self.names(keys)
         check_complete(pieces, len(names))
         if options.chunk_bytes or options.pin is not m.Pin.NONE:

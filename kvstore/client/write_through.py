@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.timeouts import check_timeout
 from kvstore.errors import KVStoreError, StoreClosed
 from kvstore.wire.messages import PutOutcome
 from transfer import TransferError
@@ -142,6 +143,7 @@ class WriteThrough:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is waiting or being written; False at the deadline."""
+        check_timeout(timeout_s)
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._waiting == 0 or self._failure is not None, timeout=timeout_s

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.steps import Steps, pause, work
+from kvstore.client.timeouts import check_timeout
 from kvstore.errors import MasterUnavailable
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PutOutcome
@@ -129,6 +130,7 @@ class Writing:
         timeout_s: float | None = None,
     ) -> Steps[int]:
         """Pin blocks that are there, or let them go again; return how many were found."""
+        check_timeout(timeout_s)
         request = m.SetPin(self._record.name, list(keys), pin, pin_s, group)
         return (yield from self._master.ask(request, m.Done, timeout_s=timeout_s)).count
 
@@ -136,6 +138,7 @@ class Writing:
         self, keys: Sequence[bytes], *, group: str = "", timeout_s: float | None = None
     ) -> Steps[int]:
         """Forget blocks, pinned ones too; return how many were there."""
+        check_timeout(timeout_s)
         request = m.Remove(list(keys), self._record.name, group)
         return (yield from self._master.ask(request, m.Done, timeout_s=timeout_s)).count
 

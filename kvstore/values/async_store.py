@@ -18,6 +18,7 @@ from kvstore.client.locations import Hit
 from kvstore.client.pieces import IntsLike, Pieces
 from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.steps import Steps
+from kvstore.client.timeouts import check_timeout
 from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.names import Name, key_of
 from kvstore.values.store import got
@@ -76,6 +77,7 @@ class AsyncStore:
         timeout_s: float | None = None,
     ) -> PutOutcome:
         """As `Store.put`."""
+        check_timeout(timeout_s)
         store, outcome, started_s = self._store, None, time.monotonic()
         key, parts = key_of(name, store.namespace), parts_of(value)
         if len(parts) == 1 and store.quick_writes.expects(nbytes_of(parts), options):
@@ -130,6 +132,7 @@ class AsyncStore:
 
     async def get(self, name: Name, *, timeout_s: float | None = None) -> bytes | None:
         """As `Store.get`."""
+        check_timeout(timeout_s)
         quick, key = self._store.quick_reads, key_of(name, self._store.namespace)
         value = quick.get_here(key)
         if value is not None:
@@ -151,6 +154,7 @@ class AsyncStore:
         self, name: Name, target: Value, *, timeout_s: float | None = None
     ) -> int | None:
         """As `Store.get_into`."""
+        check_timeout(timeout_s)
         store, key, part = self._store, key_of(name, self._store.namespace), target_of(target)
         piece = store.registered(part)
         found = await self._driver.run(

@@ -21,6 +21,7 @@ from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.steps import Steps
 from kvstore.client.store_client import NOBODY, StoreClient
 from kvstore.client.tenant import Tenant
+from kvstore.client.timeouts import check_timeout
 from kvstore.keys import block_namespace
 from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.local_memory import LocalMemory
@@ -127,6 +128,7 @@ class Store:
         timeout_s: float | None = None,
     ) -> PutOutcome:
         """Store one value; see `put_batch`."""
+        check_timeout(timeout_s)
         key, parts = key_of(name, self.namespace), parts_of(value)
         started_s = time.monotonic()
         outcome = self.put_quickly(key, parts, options, timeout_s)
@@ -231,6 +233,8 @@ class Store:
             BlockUnreachable: It is there, but not within reach (retryable).
             LeaseExpired: Copying takes longer than a lease (retryable).
         """
+        if timeout_s is not None:  # a hot value takes 3 us: no call for nothing
+            check_timeout(timeout_s)
         key = key_of(name, self.namespace)
         found = self.quick_reads.get(key, timeout_s)
         if not isinstance(found, Hit):
@@ -251,6 +255,8 @@ class Store:
         The target may be larger than the value. What it holds after an error or a miss is not
         defined. Raises as `get`.
         """
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         key, part = key_of(name, self.namespace), target_of(target)
         found = self.quick_reads.get_into(key, part, self.registered(part), timeout_s)
         if found is None or isinstance(found, int):
