@@ -13,6 +13,7 @@ from transfer.lazy_names import lazy_names
 if TYPE_CHECKING:
     from transfer.engine import TransferEngine as TransferEngine
     from transfer.errors import AccessRefused as AccessRefused
+    from transfer.errors import AddressInvalid as AddressInvalid
     from transfer.errors import ControlError as ControlError
     from transfer.errors import DeviceUnavailable as DeviceUnavailable
     from transfer.errors import EngineClosed as EngineClosed
@@ -52,6 +53,7 @@ _HOME = {
     "Access": "memory.region",
     "AccessRefused": "errors",
     "BackendStatistics": "statistics",
+    "AddressInvalid": "errors",
     "ControlError": "errors",
     "DeviceUnavailable": "errors",
     "EngineClosed": "errors",

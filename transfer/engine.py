@@ -175,6 +175,7 @@ class TransferEngine(Offering, Movement, Arrivals):
         Both sides know each other when it returns. Both may call at once.
 
         Raises:
+            AddressInvalid: nobody can be there; expected is "host:port".
             PeerUnreachable: nobody there, or not in time.
             HandshakeRefused: wrong secret, a fenced name, no backend in common.
         """

@@ -4,6 +4,7 @@
         EngineClosed                the engine is not open (any more)
         HandshakeRefused            the other side did not prove itself, or does not want us
             PeerUnreachable         nobody answered in time (retryable)
+            AddressInvalid          nobody can be there: it is no address (a ValueError)
         PeerUnknown                 no connection to a peer of this name
         PeerLost                    the connection to the peer broke, or the peer was fenced
         AccessRefused               out of bounds, or without the right
@@ -71,6 +72,13 @@ class PeerUnreachable(HandshakeRefused):
     """Nobody answered at the address, or not in time."""
 
     retryable = True
+
+
+class AddressInvalid(HandshakeRefused, ValueError):
+    """What was to be called is no address: `reason` says what is expected. Nobody was called."""
+
+    def _message(self) -> str:
+        return f"{self.address!r} is no address: {self.reason}"
 
 
 class PeerUnknown(TransferError):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Final
 
 from transfer.arguments import check_type
-from transfer.errors import PeerUnreachable
+from transfer.errors import AddressInvalid, PeerUnreachable
+
+EXPECTED: Final = "expected HOST:PORT, with a port of 1 to 65535"
 
 
 def host_identity() -> str:
@@ -23,7 +26,7 @@ def address_of(target: str) -> tuple[socket.AddressFamily, str | tuple[str, int]
     """Return family and address of "host:port", or of "@name" for an abstract unix socket.
 
     Raises:
-        PeerUnreachable: it is neither.
+        AddressInvalid: it is neither.
     """
     if target.startswith("@"):
         return socket.AF_UNIX, "\0" + target[1:]
@@ -35,13 +38,14 @@ def split(target: str) -> tuple[str, int]:
     """Return host and port of "host:port".
 
     Raises:
-        PeerUnreachable: it is not of this form.
+        AddressInvalid: it is not of this form.
     """
     check_type("address", target, str)
     host, _, port = target.rpartition(":")
     host = host.strip("[]")
-    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
-        raise PeerUnreachable(target[:80], "not of the form host:port")
+    is_port = port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16
+    if not is_port or not host.isprintable() or not host or " " in host:
+        raise AddressInvalid(target[:80], EXPECTED)
     return host, int(port)
 
 
@@ -49,11 +53,14 @@ def resolve(target: str) -> str:
     """Return "host:port" with a numeric host. May block on the resolver.
 
     Raises:
+        AddressInvalid: it is not of the form host:port, or no host can have this name.
         PeerUnreachable: the name is not known.
     """
     host, port = split(target)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
+        raise AddressInvalid(target[:80], EXPECTED) from error
+    except OSError as error:
         raise PeerUnreachable(target[:80], f"unreachable: {error}") from error
     return f"{found[0][4][0]}:{port}"

@@ -328,12 +328,12 @@ def _begin_to_connect(target: str, source: str | None) -> tuple[socket.socket, i
     Raises:
         PeerUnreachable: a peer told an address that is none, or there are no descriptors left.
     """
-    family, address = address_of(target)
     try:
+        family, address = address_of(target)
         if family != socket.AF_UNIX:
             socket.getaddrinfo(address[0], None, flags=socket.AI_NUMERICHOST)
         sock = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # AddressInvalid is one
         raise PeerUnreachable(shown(target), f"unreachable: {error}") from error
     try:
         sock.setblocking(False)

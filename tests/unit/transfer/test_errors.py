@@ -12,6 +12,7 @@ SAMPLES = [
     errors.EngineClosed("closed"),
     errors.HandshakeRefused("host:1", "wrong secret", "name"),
     errors.PeerUnreachable("host:1", "nobody"),
+    errors.AddressInvalid("host", "expected HOST:PORT"),
     errors.PeerUnknown("p"),
     errors.PeerLost("p", "burnt", backend="tcp", attempts=2, bytes_moved=3, elapsed_s=0.5),
     errors.AccessRefused("p", "bounds"),
