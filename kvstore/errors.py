@@ -15,6 +15,8 @@
     ├── SegmentUnusable
     ├── StoreClosed
     ├── EtcdUnavailable        (retryable)
+    ├── DrainIncomplete        (retryable)
+    │   └── DrainStuck
     ├── AdminTokenInvalid
     ├── AdminRefused
     ├── AdminUnavailable       (retryable)
@@ -196,6 +198,25 @@ class AdminTokenInvalid(KVStoreError):
 
     def _message(self) -> str:
         return f"administrators' token {self.path}: {self.problem}"
+
+
+class DrainIncomplete(KVStoreError):
+    """Something is left on a node that was drained. The masters go on, unless it is gone."""
+
+    retryable = True
+
+    node: str
+    left_blocks: int
+    problem: str
+
+    def _message(self) -> str:
+        return f"{self.left_blocks} blocks are left on {self.node}: {self.problem}"
+
+
+class DrainStuck(DrainIncomplete):
+    """What is left on a node has nowhere to go, until a node comes or there is room."""
+
+    retryable = False
 
 
 class AdminRefused(KVStoreError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
 NO_MODEL: Final = ("model.path",)
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
+
+
+class NumberRange(click.FloatRange):
+    """A `FloatRange` of numbers: comparisons let `nan` through."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Read the number."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 def config_options(*, default_preset: str) -> Callable[[Command], Command]:

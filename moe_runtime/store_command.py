@@ -7,7 +7,6 @@ Asks the administration service (`--url`, with the administrators' token), or th
 from __future__ import annotations
 
 import functools
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -18,21 +17,20 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from moe_runtime import store_tables as tables
-from moe_runtime.options import ConfigRefused
+from moe_runtime.options import ConfigRefused, NumberRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.admin.direct_admin import DirectAdmin
     from kvstore.admin.remote_admin import RemoteAdmin
-    from kvstore.admin.reports import DrainReport, VerifyReport
+    from kvstore.admin.reports import VerifyReport
 
     Admin = RemoteAdmin | DirectAdmin
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
 DEFAULT_URL: Final = "http://127.0.0.1:9003"
-PROGRESS_S: Final = 0.5
 UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -155,7 +153,7 @@ def ls(
 @store_command.command()
 @reached
 @click.option("--sample", default=1.0, show_default=True,
-              type=click.FloatRange(0, 1, min_open=True),
+              type=NumberRange(0, 1, min_open=True),
               help="Share of the blocks to verify.")  # fmt: skip
 @click.option("--seed", default=0, help="Another one samples other blocks.")
 @click.option("--only-look", is_flag=True, help="Do not tell the masters, which drop bad copies.")
@@ -187,22 +185,40 @@ def verify(admin: Admin, as_json: bool, sample: float, seed: int, only_look: boo
 @click.argument("node")
 @click.option("--cancel", is_flag=True, help="Stop draining; what was moved stays where it is.")
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until it is empty.")
-@click.option("--timeout", "timeout_s", default=600.0, show_default=True,
-              type=click.FloatRange(0, 1e6), help="Longest wait, in seconds.")  # fmt: skip
+@click.option("--timeout", "timeout_s", default=600.0, show_default=True, type=NumberRange(0, 1e6),
+              help="Longest wait, in seconds.")  # fmt: skip
+@click.option("--fewer-copies", is_flag=True,
+              help="One copy elsewhere is enough, also of blocks that their writers wanted on"
+              " several failure domains.")  # fmt: skip
 def drain(
-    admin: Admin, as_json: bool, node: str, cancel: bool, wait: bool, timeout_s: float
+    admin: Admin,
+    as_json: bool,
+    node: str,
+    cancel: bool,
+    wait: bool,
+    timeout_s: float,
+    fewer_copies: bool,
 ) -> None:
     """Move all blocks away from a node.
 
-    NODE is its name, or an unambiguous beginning of it.
+    NODE is its name, or an unambiguous beginning of it. The wait ends early where nothing can move
+    any more; what is left, and why, is said then. The drain itself goes on until --cancel.
 
     Exit status 1 if something is left there at the end of the wait.
     """
+    from kvstore.admin.drains import watch_drain
+
+    if cancel and fewer_copies:
+        raise click.UsageError("--cancel and --fewer-copies exclude one another")
     name = _whole_name(admin, node)
-    report = admin.drain(name, cancel=cancel)
     waited = wait and not cancel
     if waited:
-        report = _watch_drain(admin, name, report, time.monotonic() + timeout_s)
+        with tables.progress_bar("blocks moved") as advance:
+            report = watch_drain(
+                admin, name, timeout_s=timeout_s, fewer_copies=fewer_copies, progress=advance
+            )
+    else:
+        report = admin.drain(name, cancel=cancel, fewer_copies=fewer_copies)
     if as_json:
         _print_json(report)
     else:
@@ -354,18 +370,6 @@ def _watch_verification(admin: Admin, job_id: str) -> VerifyReport:
             advance(report.checked_copies + report.gone_copies, report.expected_copies)
             if report.state is not VerifyState.RUNNING:
                 return report
-
-
-def _watch_drain(admin: Admin, node: str, report: DrainReport, deadline_s: float) -> DrainReport:
-    """Ask until nothing is left, nothing more can be moved, or time is up."""
-    with tables.progress_bar("blocks moved") as advance:
-        while True:
-            advance(report.moved_blocks, report.moved_blocks + report.left_blocks)
-            stuck = report.stuck_blocks >= report.left_blocks
-            if stuck or time.monotonic() >= deadline_s:
-                return report
-            time.sleep(PROGRESS_S)
-            report = admin.drain(node)
 
 
 def _print_json(report: msgspec.Struct) -> None:

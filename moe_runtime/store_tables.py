@@ -158,14 +158,20 @@ def verify_line(report: VerifyReport) -> str:
 
 
 def drain_line(node: str, report: DrainReport, *, cancelled: bool) -> str:
-    """One line: how far a drain is."""
+    """How far a drain is: one line if it is over, and else what is left, and why."""
     if cancelled:
         return f"{node} is not drained any more; {report.left_blocks} blocks are there"
     if not report.left_blocks:
         return f"{node} is empty; {report.moved_blocks} blocks were moved"
     stuck = f", {report.stuck_blocks} of them with nowhere to go" if report.stuck_blocks else ""
     left = f"{report.left_blocks} blocks ({shown_bytes(report.left_bytes)}) left{stuck}"
-    return f"{node}: {left}; {report.moved_blocks} were moved"
+    lines = [f"{node}: {left}; {report.moved_blocks} were moved"]
+    if report.problem is not None:
+        lines += [f"  {reason}" for reason in report.problem.split("; ")]
+    if report.no_domain_blocks:
+        lines.append("  --fewer-copies would drop these copies: one is elsewhere")
+    lines.append("The drain goes on: store drain shows how far it is, --cancel ends it.")
+    return "\n".join(lines)
 
 
 @contextmanager

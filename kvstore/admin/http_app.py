@@ -21,9 +21,16 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from kvstore.admin.drains import watch_drain
 from kvstore.admin.reports import VerifyOptions
 from kvstore.admin.tokens import authorizes
-from kvstore.errors import AdminRefused, KVStoreError, MasterRefused, MasterUnavailable
+from kvstore.errors import (
+    AdminRefused,
+    DrainIncomplete,
+    KVStoreError,
+    MasterRefused,
+    MasterUnavailable,
+)
 from kvstore.wire.messages import RefusalReason
 
 if TYPE_CHECKING:
@@ -42,6 +49,12 @@ class RebalanceOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Body of POST /v1/store/rebalance."""
 
     nbytes_max: int
+
+
+class DrainOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/store/drains/NODE: one copy elsewhere is enough; false says nothing new."""
+
+    fewer_copies: bool = False
 
 
 class QuotaOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,8 +151,13 @@ def _add_questions(app: FastAPI, admin: StoreAdmin) -> None:
 
 def _add_orders(app: FastAPI, admin: StoreAdmin) -> None:
     @app.post(f"{PREFIX}/drains/{{node}}")
-    async def drain(node: str) -> Response:
-        return _json(await asyncio.to_thread(admin.drain, node))
+    async def drain(node: str, request: Request) -> Response:
+        wait_s = _seconds(_query(request, "wait_s"), "wait_s")
+        order = await _read(request, DrainOrder)
+        report = await asyncio.to_thread(
+            watch_drain, admin, node, timeout_s=wait_s, fewer_copies=order.fewer_copies
+        )
+        return _json(report)
 
     @app.delete(f"{PREFIX}/drains/{{node}}")
     async def cancel_drain(node: str) -> Response:
@@ -197,6 +215,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: MasterRefused) -> Response:
         unknown = {RefusalReason.UNKNOWN_NODE, RefusalReason.UNKNOWN_TENANT}
         return _error(404 if error.reason in unknown else 400, error.reason, error.problem)
+
+    @app.exception_handler(DrainIncomplete)
+    async def node_went(request: Request, error: DrainIncomplete) -> Response:
+        return _error(404, "node_left", str(error))
 
     @app.exception_handler(MasterUnavailable)
     async def unavailable(request: Request, error: MasterUnavailable) -> Response:

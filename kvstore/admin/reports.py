@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvstore.wire.messages import Draining, NodeAddress, TenantFigures, WriterFigures
+from kvstore.wire.messages import NodeAddress, TenantFigures, WriterFigures
 
 
 class MasterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,4 +160,40 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 BAD_MAX = 1000
 
-DrainReport = Draining
+
+class DrainState(StrEnum):
+    """How a drain stands; see `kvstore/admin/drains.py`."""
+
+    MOVING = "moving"
+    WAITING = "waiting"
+    STUCK = "stuck"
+    EMPTY = "empty"
+
+
+class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a drain is.
+
+    Attributes:
+        node: Which one is drained.
+        state: `stuck`: as things are it cannot end. `waiting`: only what is in use is left.
+        left_blocks, left_bytes: Still there.
+        moved_blocks: Copies that went from there.
+        stuck_blocks: Of those left, with nowhere to go; the next three say why.
+        no_node_blocks: No other node takes blocks.
+        no_domain_blocks: Each other failure domain has a copy, and so many were wanted.
+        no_space_blocks: No room.
+        in_use_blocks: Being read or written; they go when that ends.
+        problem: The same in words; None while all that is left can move.
+    """
+
+    node: str
+    state: DrainState
+    left_blocks: int
+    left_bytes: int
+    moved_blocks: int
+    stuck_blocks: int
+    no_node_blocks: int
+    no_domain_blocks: int
+    no_space_blocks: int
+    in_use_blocks: int
+    problem: str | None

@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from kvstore.admin.drains import report_of
 from kvstore.admin.reports import (
     BlockPage,
     BlockReport,
@@ -171,30 +172,31 @@ class StoreAdmin:
 
     # -- orders -------------------------------------------------------------------------------
 
-    def drain(self, node: str, *, cancel: bool = False) -> DrainReport:
+    def drain(self, node: str, *, cancel: bool = False, fewer_copies: bool = False) -> DrainReport:
         """Move everything away from a node, or stop that; return how far it is.
+
+        Args:
+            node: Its whole name.
+            cancel: Stop; what was moved stays where it is.
+            fewer_copies: From now on one copy elsewhere is enough, however many were wanted.
 
         Raises:
             MasterRefused: No master knows the node.
             MasterUnavailable: A master did not answer; asking again goes on where it was.
         """
+        request = m.Drain(node, cancel=cancel, fewer_copies=fewer_copies)
         reports: list[m.Draining] = []
         unknown: MasterRefused | None = None
         for link in self._links:
             try:
-                reports.append(link.ask(m.Drain(node, cancel=cancel), m.Draining))
+                reports.append(link.ask(request, m.Draining))
             except MasterRefused as error:
                 if error.reason != m.RefusalReason.UNKNOWN_NODE:
                     raise
                 unknown = error
         if not reports and unknown is not None:
             raise unknown
-        return m.Draining(
-            left_blocks=sum(report.left_blocks for report in reports),
-            left_bytes=sum(report.left_bytes for report in reports),
-            moved_blocks=sum(report.moved_blocks for report in reports),
-            stuck_blocks=sum(report.stuck_blocks for report in reports),
-        )
+        return report_of(node, reports)
 
     def rebalance(self, nbytes_max: int) -> RebalanceReport:
         """Move blocks from full segments to empty ones, at most so many bytes in all."""

@@ -219,13 +219,19 @@ class SegmentList(msgspec.Struct, frozen=True, tag="segment_list"):
 class Draining(msgspec.Struct, frozen=True, tag="draining"):
     """How far a drain has come. Done when `left_blocks` is 0.
 
-    `stuck_blocks` of those left have nowhere to go: no space elsewhere.
+    `stuck_blocks` of those left have nowhere to go, as things are: there is no other node that
+    takes blocks (`no_node_blocks`), each other failure domain has a copy already and their writer
+    wanted so many (`no_domain_blocks`), or there is no room. `in_use_blocks` are being read or
+    written, and go when that ends.
     """
 
     left_blocks: int
     left_bytes: int
     moved_blocks: int
     stuck_blocks: int
+    no_node_blocks: int = 0
+    no_domain_blocks: int = 0
+    in_use_blocks: int = 0
 
 
 class TenantFigures(msgspec.Struct, frozen=True):

@@ -285,10 +285,13 @@ class ListSegments(msgspec.Struct, frozen=True, tag="list_segments"):
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Move everything away from a node, so that it can go; `cancel`: no more. Ask for progress
     by asking again.
+
+    `fewer_copies`, from now on: one copy elsewhere is enough, however many were wanted.
     """
 
     node: Incarnation
     cancel: bool = False
+    fewer_copies: bool = False
 
 
 class Rebalance(msgspec.Struct, frozen=True, tag="rebalance"):

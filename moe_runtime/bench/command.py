@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moe_runtime.bench.workload import Case, parse_size, shown_size
+from moe_runtime.options import NumberRange
 
 if TYPE_CHECKING:
     from moe_runtime.bench.measuring import Measurement
@@ -74,7 +75,7 @@ def bench_command() -> None:
               help="Scattered pieces per operation.")  # fmt: skip
 @click.option("--batch", type=click.IntRange(1, BATCH_MAX), default=1, show_default=True,
               help="Operations in flight.")  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(0.01, 3600), default=1.0, show_default=True,
+@click.option("--seconds", type=NumberRange(0.01, 3600), default=1.0, show_default=True,
               help="Time per row.")  # fmt: skip
 @click.option("--rails", default="", metavar="ADDRESS[,ADDRESS...]",
               help="Local addresses to spread over.")  # fmt: skip

@@ -2,18 +2,20 @@
 
     Drain ─▶ node.draining: nothing new is placed there
           ─▶ its blocks, a part at a time ─▶ copy elsewhere ─▶ drop here
-                                               │ no room
+                                               │ no node, no failure domain, or no room for it
                                                ▼
                                              stuck: counted, tried again with the next look
 
-A block that has a copy elsewhere already is only dropped here, unless its writer wanted several.
+A block that has a copy elsewhere already is only dropped here, unless its writer wanted several
+and the administrator did not say that fewer will do. So what is stuck waits for a node to come.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Final
 
 from kvstore.master.books.catalog import Catalog
@@ -27,6 +29,14 @@ ORDERED_MAX: Final = 4096  # orders of one drain that wait at once
 LOOK_S: Final = 1.0  # from one look at what is left to the next
 
 
+class Stuck(Enum):
+    """Why a block has nowhere to go."""
+
+    NO_NODE = auto()  # no other node takes blocks
+    NO_DOMAIN = auto()  # each of them shares its failure domain with a copy
+    NO_ROOM = auto()
+
+
 @dataclass(slots=True, kw_only=True)
 class NodeDrain:
     """One drain.
@@ -34,16 +44,18 @@ class NodeDrain:
     Attributes:
         waiting: (key, segment) of what was seen there and is not ordered yet.
         ordered: Keys with an order.
-        stuck: Keys for which there was no room.
+        stuck: Keys that had nowhere to go, and why.
         moved: Copies that went from here.
         look_s: When to look for what is left.
+        fewer_copies: One copy elsewhere is enough.
     """
 
     waiting: deque[tuple[bytes, int]] = field(default_factory=deque)
     ordered: set[bytes] = field(default_factory=set)
-    stuck: set[bytes] = field(default_factory=set)
+    stuck: dict[bytes, Stuck] = field(default_factory=dict)
     moved: int = 0
     look_s: float = 0.0
+    fewer_copies: bool = False
 
 
 class Draining:
@@ -76,6 +88,8 @@ class Draining:
             return self._report(list(node.segments.values()), ended)
         node.draining = True
         drain = self._drains.setdefault(request.node, NodeDrain())
+        if request.fewer_copies and not drain.fewer_copies:
+            drain.fewer_copies, drain.look_s = True, now
         self._go_on(request.node, drain, now)
         return self._report(list(node.segments.values()), drain)
 
@@ -93,9 +107,9 @@ class Draining:
             return
         drain.ordered.discard(order.key)
         if outcome is Outcome.NO_SPACE:
-            drain.stuck.add(order.key)
+            drain.stuck[order.key] = self._why(order.key, segment)
             return
-        drain.stuck.discard(order.key)
+        drain.stuck.pop(order.key, None)
         drain.moved += outcome is Outcome.DONE
 
     def forget(self, node: str) -> None:
@@ -117,7 +131,8 @@ class Draining:
         for segment in segments:
             for row in table.rows_in(segment.index, COMMITTED):
                 drain.waiting.append((table.keys[row], segment.index))
-        drain.stuck &= {key for key, _ in drain.waiting}
+        here = {key for key, _ in drain.waiting}
+        drain.stuck = {key: why for key, why in drain.stuck.items() if key in here}
 
     def _move(self, key: bytes, segment: int, drain: NodeDrain) -> None:
         catalog = self._catalog
@@ -126,20 +141,35 @@ class Draining:
         if not here:
             return
         elsewhere = sum(not catalog.pool.of(row).node.draining for row in rows)
-        if elsewhere >= self._wanted(key):
+        if elsewhere >= (1 if drain.fewer_copies else self._wanted(key)):
             catalog.drop(here[0])
-            drain.stuck.discard(key)
+            drain.stuck.pop(key, None)
             drain.moved += 1
         elif self._copying.order(CopyOrder(key=key, source=segment, purpose=Purpose.DRAIN)):
             drain.ordered.add(key)
+
+    def _why(self, key: bytes, source: Segment) -> Stuck:
+        """Tell why no segment could take a copy of a block."""
+        pool = self._catalog.pool
+        others = [pool.of(row).node for row in self._catalog.copies(key)]
+        domains = {node.domain for node in others if node is not source.node}
+        takers = {s.node.domain for s in pool if s.node is not source.node and not s.node.draining}
+        if not takers:
+            return Stuck.NO_NODE
+        return Stuck.NO_ROOM if takers - domains else Stuck.NO_DOMAIN
 
     def _report(self, segments: list[Segment], drain: NodeDrain) -> m.Draining:
         states = (OPEN, COMMITTED, RETIRED)  # what is read or written here still counts
         table = self._catalog.table
         left = sum(len(table.rows_in(segment.index, *states)) for segment in segments)
+        in_use = sum(len(table.rows_in(segment.index, OPEN, RETIRED)) for segment in segments)
+        why = Counter(drain.stuck.values())
         return m.Draining(
             left_blocks=left,
             left_bytes=sum(segment.bytes_in[s] for segment in segments for s in states),
             moved_blocks=drain.moved,
             stuck_blocks=len(drain.stuck),
+            no_node_blocks=why[Stuck.NO_NODE],
+            no_domain_blocks=why[Stuck.NO_DOMAIN],
+            in_use_blocks=in_use,
         )

@@ -107,7 +107,9 @@ def test_questions_and_orders(server, master):
         admin.set_quota("team", 5)
         assert master.asked[-1] == m.SetQuota("team", 5)
         assert admin.rebalance(100).planned == 2
-        assert admin.drain("first").left_blocks == 2
+        report = admin.drain("first", fewer_copies=True)
+        assert (report.left_blocks, report.state, report.problem) == (2, "moving", None)
+        assert master.asked[-1] == m.Drain("first", fewer_copies=True)
         assert admin.drain("first", cancel=True).moved_blocks == 2
         assert master.asked[-1] == m.Drain("first", cancel=True)
 
@@ -125,6 +127,11 @@ def test_questions_and_orders(server, master):
         ("GET", "/nowhere", None, 404),
         ("PATCH", "/status", None, 405),
         ("POST", "/drains/unknown", None, 404),
+        ("POST", "/drains/first", b'{"fewer": true}', 400),
+        ("POST", "/drains/first", b'{"fewer_copies": 1}', 400),
+        ("POST", "/drains/first?wait_s=31", None, 400),
+        ("POST", "/drains/first?wait_s=nan", None, 400),
+        ("POST", "/drains/first?wait=1", None, 400),
         ("POST", "/rebalance", b"", 400),
         ("POST", "/rebalance", b"{", 400),
         ("POST", "/rebalance", b"[1]", 400),
@@ -145,6 +152,37 @@ def test_nonsense_gets_its_error(http, method, path, body, status):
     answer = http.request(method, f"/v1/store{path}", content=body)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["problem"]
+
+
+def test_a_drain_can_be_waited_for(http, master):
+    stuck = m.Draining(3, 30, 1, 2, no_node_blocks=1, no_domain_blocks=1, in_use_blocks=1)
+    master.drains["first"] = [m.Draining(4, 40, 0, 0), stuck, m.Draining(0, 0, 4, 0)]
+    found = http.post("/v1/store/drains/first?wait_s=30").json()
+    assert (found["state"], found["left_blocks"]) == ("stuck", 3)
+    assert (found["no_node_blocks"], found["no_domain_blocks"], found["no_space_blocks"]) == (
+        1,
+        1,
+        0,
+    )
+    for reason in ("another node", "another failure domain", "being read or written"):
+        assert reason in found["problem"]
+    assert http.post("/v1/store/drains/first").json()["state"] == "empty"
+
+
+def test_a_node_that_leaves_while_it_is_waited_for_is_named(http, master):
+    master.drains["first"] = [m.Draining(4, 40, 0, 0), m.Draining(3, 30, 1, 0)]
+    answer = master.answer
+
+    def leave(request):
+        reply = answer(request)
+        if isinstance(request, m.Drain) and len(master.drains.get("first", [])) == 1:
+            del master.drains["first"]
+        return reply
+
+    master.answer = leave
+    found = http.post("/v1/store/drains/first?wait_s=30")
+    assert (found.status_code, found.json()["error"]["kind"]) == (404, "node_left")
+    assert "4 blocks are left on first: the node left the pool" in found.json()["error"]["problem"]
 
 
 def test_a_body_may_be_missing_where_all_has_a_default(http):

@@ -98,7 +98,10 @@ def test_a_drain_is_the_sum_and_needs_one_master_that_knows_the_node(serve):
     knows, does_not = ScriptedMaster(), ScriptedMaster()
     knows.drains["n"] = [m.Draining(4, 400, 1, 2)]
     admin = serve(knows, does_not)
-    assert admin.drain("n") == m.Draining(4, 400, 1, 2)
+    report = admin.drain("n", fewer_copies=True)
+    assert (report.left_blocks, report.left_bytes, report.moved_blocks) == (4, 400, 1)
+    assert (report.state, report.stuck_blocks, report.no_space_blocks) == ("moving", 2, 2)
+    assert knows.asked[-1] == does_not.asked[-1] == m.Drain("n", fewer_copies=True)
     with pytest.raises(MasterRefused) as caught:
         admin.drain("other")
     assert caught.value.reason == m.RefusalReason.UNKNOWN_NODE

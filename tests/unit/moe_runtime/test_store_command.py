@@ -99,6 +99,22 @@ def test_a_drain_that_is_stuck_fails(store, master):
     assert master.asked[-1] == m.Drain(NODE, cancel=True)
 
 
+def test_a_drain_says_what_it_waits_for(store, master):
+    report = m.Draining(7, 7, 0, 6, no_node_blocks=1, no_domain_blocks=2, in_use_blocks=1)
+    master.drains[NODE] = [report]
+    result = store("drain", NODE, "--fewer-copies")
+    assert result.exit_code == 1
+    assert master.asked[-1] == m.Drain(NODE, fewer_copies=True)
+    for line in (
+        "1 blocks wait for another node", "2 blocks wait for a node in another failure domain",
+        "3 blocks wait for room", "1 blocks are being read or written", "The drain goes on",
+    ):  # fmt: skip
+        assert line in result.stdout
+    report = json.loads(store("drain", NODE, "--json").stdout)
+    assert (report["node"], report["state"], report["no_domain_blocks"]) == (NODE, "stuck", 2)
+    assert store("drain", NODE, "--cancel", "--fewer-copies").exit_code == 2
+
+
 def test_a_drain_that_takes_too_long_fails(store, master):
     master.drains[NODE] = [m.Draining(2, 2048, 5, 0)]
     assert store("drain", NODE, "--timeout", "0").exit_code == 1
@@ -133,7 +149,9 @@ def test_verify_reports_what_is_out_of_reach(store):
     "arguments",
     [("ls", "--limit", "0"), ("ls", "--limit", "x"), ("verify", "--sample", "0"), ("drain",),
      ("rebalance",), ("rebalance", "much"), ("rebalance", "-1"), ("tenants", "--set", "team"),
-     ("tenants", "--set", "team=much"), ("status", "--master", "127.0.0.1:1"), ("paint",)],
+     ("verify", "--sample", "nan"), ("drain", "x", "--timeout", "nan"),
+     ("drain", "x", "--timeout", "-1"), ("tenants", "--set", "team=much"),
+     ("status", "--master", "127.0.0.1:1"), ("paint",)],
 )  # fmt: skip
 def test_nonsense_is_a_usage_error(store, arguments):
     result = store(*arguments)
