@@ -23,13 +23,14 @@ setup(
         Extension(
             "kvstore._native",
             ["kvstore/native.c"],
-            depends=sorted(glob("kvstore/compiled/*.c")),
+            depends=["kvstore/compiled/mailbox.c"],
             extra_compile_args=["-O2", "-Wall", "-Wextra"],
             optional=True,
         ),
         Extension(
             "kvstore._rows",
             ["kvstore/rows.c"],
+            depends=["kvstore/compiled/gone.c"],
             extra_compile_args=["-O2", "-Wall", "-Wextra"],
             optional=True,
         ),

@@ -8,7 +8,7 @@ Measured with blocks by the thousand, a loop in Python takes 30 to 100 ns a row,
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from transfer.compiled_part import compiled_part
@@ -141,14 +141,122 @@ def _follow(links: array[int], row: int, count: int, /) -> list[int]:
     return found
 
 
+# -- names of blocks that went: see `kvstore/eviction/gone.py` and `kvstore/compiled/gone.c` ------
+
+RETURNED: Final = -1
+_MIX: Final = 0x9E3779B97F4A7C15
+
+
+def _print_of(name: Hashable) -> int:
+    return (hash(name) * _MIX & 0xFFFFFFFFFFFFFFFF) >> 32
+
+
+def _slots_from(slots: array[int], own: int) -> Iterator[int]:
+    """Yield the slots in use from this one on, and then an empty one."""
+    while slots[own] != NOWHERE:
+        yield own
+        own = (own + 1) % len(slots)
+    yield own
+
+
+def _own_slot(slots: array[int], name_print: int) -> int:
+    return name_print * len(slots) >> 32
+
+
+def _enter_gone(prints: array[int], slots: array[int], place: int) -> None:
+    *_, empty = _slots_from(slots, _own_slot(slots, prints[place]))
+    slots[empty] = place
+
+
+def _empty_slot(prints: array[int], slots: array[int], hole: int) -> None:
+    """Empty a slot; what was put behind it for want of a place is entered again."""
+    *behind, _ = _slots_from(slots, hole)
+    places = [slots[slot] for slot in behind[1:]]
+    for slot in behind:
+        slots[slot] = NOWHERE
+    for place in places:
+        _enter_gone(prints, slots, place)
+
+
+def _remember(
+    prints: array[int],
+    numbers: array[int],
+    slots: array[int],
+    names: list[Hashable],
+    fresh: list[int],
+    place: int,
+    /,
+) -> None:
+    """Enter names with their numbers, from this place of the ring on."""
+    for name, number in zip(names, fresh, strict=True):
+        prints[place], numbers[place] = _print_of(name), number
+        _enter_gone(prints, slots, place)
+        place += 1
+
+
+def _recall(
+    prints: array[int], numbers: array[int], slots: array[int], names: Sequence[Hashable], /
+) -> list[int | None]:
+    """Take names out; return their numbers."""
+    found: list[int | None] = []
+    for name in names:
+        wanted = _print_of(name)
+        *used, _ = _slots_from(slots, _own_slot(slots, wanted))
+        slot = next((slot for slot in used if prints[slots[slot]] == wanted), NOWHERE)
+        found.append(None if slot == NOWHERE else numbers[slots[slot]])
+        if slot != NOWHERE:
+            numbers[slots[slot]] = RETURNED
+            _empty_slot(prints, slots, slot)
+    return found
+
+
+def _forget(
+    prints: array[int], numbers: array[int], slots: array[int], place: int, end: int, most: int, /
+) -> tuple[list[int], int]:
+    """Take the oldest out from this place on; return their numbers, and how far it came."""
+    forgotten: list[int] = []
+    while place < end and len(forgotten) < most:
+        if numbers[place] != RETURNED:
+            forgotten.append(numbers[place])
+            *used, _ = _slots_from(slots, _own_slot(slots, prints[place]))
+            _empty_slot(prints, slots, next(slot for slot in used if slots[slot] == place))
+        place += 1
+    return forgotten, place
+
+
+def _close_up(
+    prints: array[int],
+    numbers: array[int],
+    slots: array[int],
+    to_prints: array[int],
+    to_numbers: array[int],
+    to_slots: array[int],
+    place: int,
+    end: int,
+    kept: int,
+    /,
+) -> int:
+    """Enter what did not return into another ring that has so many; return how many it has then."""
+    del slots
+    for i in range(place, end):
+        if numbers[i] != RETURNED:
+            to_prints[kept], to_numbers[kept] = prints[i], numbers[i]
+            _enter_gone(to_prints, to_slots, kept)
+            kept += 1
+    return kept
+
+
 gather, total, where = _gather, _total, _where
 all_are, all_own = _all_are, _all_own
 fill, stairs, scatter, add = _fill, _stairs, _scatter, _add
 pick, place, claim, drop = _pick, _place, _claim, _drop
 extend, renew, follow = _extend, _renew, _follow
+remember, recall, forget, close_up = _remember, _recall, _forget, _close_up
 if compiled is not None:
     gather, total, where = compiled.gather, compiled.total, compiled.where
     all_are, all_own = compiled.all_are, compiled.all_own
     fill, stairs, scatter, add = compiled.fill, compiled.stairs, compiled.scatter, compiled.add
     pick, place, claim, drop = compiled.pick, compiled.place, compiled.claim, compiled.drop
     extend, renew, follow = compiled.extend, compiled.renew, compiled.follow
+    remember, recall = compiled.remember, compiled.recall
+    forget, close_up = compiled.forget, compiled.close_up

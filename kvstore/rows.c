@@ -572,6 +572,8 @@ static PyObject *follow(PyObject *module, PyObject *const *args, Py_ssize_t coun
     return found;
 }
 
+#include "compiled/gone.c"
+
 #define METHOD(name, signature, text)                                                              \
     {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, #name signature "\n--\n\n" text}
 
@@ -592,6 +594,11 @@ static PyMethodDef methods[] = {
     METHOD(extend, "(older, newer, rows, oldest, youngest)", "Enter rows; return the ends."),
     METHOD(renew, "(older, newer, rows, oldest, youngest)", "Make rows the youngest."),
     METHOD(follow, "(links, row, count)", "Return a row and those behind it, at most so many."),
+    METHOD(remember, "(prints, numbers, slots, names, fresh, place)", "Enter names that went."),
+    METHOD(recall, "(prints, numbers, slots, names)", "Take names out; return their numbers."),
+    METHOD(forget, "(prints, numbers, slots, place, end, most)", "Take the oldest out."),
+    METHOD(close_up, "(prints, numbers, slots, to_prints, to_numbers, to_slots, place, end, kept)",
+           "Move what did not return."),
     {NULL, NULL, 0, NULL},
 };
 
