@@ -103,7 +103,7 @@ class Draining:
         """Take note of how an order of a drain ended."""
         segment = self._catalog.pool.segments.get(order.source)
         drain = None if segment is None else self._drains.get(segment.node.name)
-        if drain is None:
+        if segment is None or drain is None:
             return
         drain.ordered.discard(order.key)
         if outcome is Outcome.NO_SPACE:
