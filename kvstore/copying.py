@@ -2,6 +2,9 @@
 
 The only module that imports `kvstore._native`, which is built where a C compiler was found;
 MOE_RUNTIME_NATIVE=0 keeps it from being used. Without it both functions do the same in two passes.
+
+Where a core of the machine is idle, a second thread takes a share of what is large (4 MiB): see
+`kvstore/compiled/second_core.c`. MOE_RUNTIME_COPY_ALONE=1 keeps copies in the threads that ask.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ else:
     compiled = _native
 
 COMPILED: Final = compiled is not None
+if compiled is not None and os.environ.get("MOE_RUNTIME_COPY_ALONE") == "1":
+    compiled.share_copies(0)
 # From how many bytes on, in all pieces together, a copy goes past the caches on its way into the
 # target. What is read will be used at once, so only what would not stay in a cache anyway. What is
 # stored need not be: a store that misses the caches first reads the line that it overwrites. That
@@ -96,7 +101,8 @@ def copy_and_sum(
         source_offsets: [N] int64.
         lengths: [N] int64.
         stream_bytes: From so many bytes in all on they go past the processor's caches;
-            `WRITE_STREAM_BYTES_MIN` where the target is not read at once.
+            `WRITE_STREAM_BYTES_MIN` where the target is not read at once. Where two cores copy,
+            from eight times as many on.
     """
     if compiled is not None and len(lengths) and int(lengths.min()) > _native.SHORT_BYTES:
         sums = _native.copy_summed(

@@ -12,6 +12,7 @@
  * the sum is that of the bytes that were stored, even if somebody changes the source meanwhile.
  */
 
+#define _GNU_SOURCE /* sched_getaffinity */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -88,12 +89,27 @@ typedef enum {
     SHIFTED, /* past the caches, though the target is not aligned */
 } Way;
 
-/* Sum whole stripes, scramble after every 16th, and store them. */
+/* Sum whole stripes, scramble after every 16th, and store them.
+ *
+ * `each`, unless it is null: where the sum of each block goes, instead of being scrambled into `acc`,
+ * which is zero and is so again after whole blocks. */
 typedef void (*Stripes)(uint64_t acc[8], unsigned char *target, const unsigned char *data,
-                        size_t count, Way way);
+                        size_t count, Way way, uint64_t *each);
+
+/* Go on where sums of whole blocks were kept: as if their stripes came now. */
+typedef void (*Fold)(uint64_t acc[8], const uint64_t *each, size_t blocks);
+
+static void fold_plain(uint64_t acc[8], const uint64_t *each, size_t blocks)
+{
+    for (; blocks; blocks--, each += 8) {
+        for (int i = 0; i < 8; i++)
+            acc[i] += each[i];
+        scramble(acc);
+    }
+}
 
 static void stripes_plain(uint64_t acc[8], unsigned char *target, const unsigned char *data,
-                          size_t count, Way way)
+                          size_t count, Way way, uint64_t *each)
 {
     for (size_t n = 0; n < count; n++) {
         size_t of_block = n % STRIPES_PER_BLOCK;
@@ -101,13 +117,22 @@ static void stripes_plain(uint64_t acc[8], unsigned char *target, const unsigned
         if (way != SUM)
             from = memcpy(target + n * STRIPE, from, STRIPE);
         add_stripe(acc, from, secret + 8 * of_block);
-        if (of_block == STRIPES_PER_BLOCK - 1)
+        if (of_block < STRIPES_PER_BLOCK - 1)
+            continue;
+        if (!each) {
             scramble(acc);
+            continue;
+        }
+        memcpy(each, acc, 8 * sizeof *acc);
+        memset(acc, 0, 8 * sizeof *acc);
+        each += 8;
     }
 }
 
 #if defined(__x86_64__)
-#define AHEAD 1024 /* bytes that are asked for before they are needed */
+#define AHEAD 4096 /* bytes that are asked for before they are needed */
+#define PAUSE() _mm_pause()
+#define STORES_DONE() _mm_sfence() /* those past the caches too */
 #define INLINE static inline __attribute__((always_inline))
 
 __attribute__((target("avx2"))) static __m256i scramble_avx2(__m256i acc, const unsigned char *key)
@@ -119,9 +144,25 @@ __attribute__((target("avx2"))) static __m256i scramble_avx2(__m256i acc, const 
     return _mm256_add_epi64(_mm256_mul_epu32(acc, prime), _mm256_slli_epi64(high, 32));
 }
 
+__attribute__((target("avx2"))) static void fold_avx2(uint64_t acc[8], const uint64_t *each,
+                                                      size_t blocks)
+{
+    const unsigned char *key = secret + SECRET_BYTES - STRIPE;
+    __m256i low = _mm256_loadu_si256((const __m256i *)acc);
+    __m256i high = _mm256_loadu_si256((const __m256i *)(acc + 4));
+    for (; blocks; blocks--, each += 8) {
+        low = _mm256_add_epi64(low, _mm256_loadu_si256((const __m256i *)each));
+        high = _mm256_add_epi64(high, _mm256_loadu_si256((const __m256i *)(each + 4)));
+        low = scramble_avx2(low, key);
+        high = scramble_avx2(high, key + 32);
+    }
+    _mm256_storeu_si256((__m256i *)acc, low);
+    _mm256_storeu_si256((__m256i *)(acc + 4), high);
+}
+
 __attribute__((target("avx2"))) static void stripes_avx2(uint64_t acc[8], unsigned char *target,
                                                          const unsigned char *data, size_t count,
-                                                         Way way)
+                                                         Way way, uint64_t *each)
 {
     __m256i low = _mm256_loadu_si256((const __m256i *)acc);
     __m256i high = _mm256_loadu_si256((const __m256i *)(acc + 4));
@@ -144,7 +185,14 @@ __attribute__((target("avx2"))) static void stripes_avx2(uint64_t acc[8], unsign
             _mm256_storeu_si256((__m256i *)(target + n * STRIPE), a);
             _mm256_storeu_si256((__m256i *)(target + n * STRIPE + 32), b);
         }
-        if (n % STRIPES_PER_BLOCK == STRIPES_PER_BLOCK - 1) {
+        if (n % STRIPES_PER_BLOCK < STRIPES_PER_BLOCK - 1)
+            continue;
+        if (each) {
+            _mm256_storeu_si256((__m256i *)each, low);
+            _mm256_storeu_si256((__m256i *)(each + 4), high);
+            low = high = _mm256_setzero_si256();
+            each += 8;
+        } else {
             low = scramble_avx2(low, secret + SECRET_BYTES - STRIPE);
             high = scramble_avx2(high, secret + SECRET_BYTES - STRIPE + 32);
         }
@@ -187,12 +235,30 @@ AVX512 INLINE __m512i block_avx512(__m512i sum, unsigned char *target, const uns
     return sum;
 }
 
+/* What becomes of the sum at the end of a block. */
+AVX512 INLINE __m512i ended_avx512(__m512i sum, uint64_t **each)
+{
+    if (!*each)
+        return scrambled_avx512(sum);
+    _mm512_storeu_si512(*each, sum);
+    *each += 8;
+    return _mm512_setzero_si512();
+}
+
+AVX512 static void fold_avx512(uint64_t acc[8], const uint64_t *each, size_t blocks)
+{
+    __m512i sum = _mm512_loadu_si512(acc);
+    for (; blocks; blocks--, each += 8)
+        sum = scrambled_avx512(_mm512_add_epi64(sum, _mm512_loadu_si512(each)));
+    _mm512_storeu_si512(acc, sum);
+}
+
 AVX512 INLINE void run_avx512(uint64_t acc[8], unsigned char *target, const unsigned char *data,
-                              size_t count, Way way)
+                              size_t count, Way way, uint64_t *each)
 {
     __m512i sum = _mm512_loadu_si512(acc);
     for (; count >= STRIPES_PER_BLOCK; count -= STRIPES_PER_BLOCK, data += BLOCK) {
-        sum = scrambled_avx512(block_avx512(sum, target, data, STRIPES_PER_BLOCK, way));
+        sum = ended_avx512(block_avx512(sum, target, data, STRIPES_PER_BLOCK, way), &each);
         if (way != SUM)
             target += BLOCK;
     }
@@ -200,14 +266,14 @@ AVX512 INLINE void run_avx512(uint64_t acc[8], unsigned char *target, const unsi
 }
 
 AVX512 static void stripes_avx512(uint64_t acc[8], unsigned char *target,
-                                  const unsigned char *data, size_t count, Way way)
+                                  const unsigned char *data, size_t count, Way way, uint64_t *each)
 {
     if (way == SUM)
-        run_avx512(acc, target, data, count, SUM);
+        run_avx512(acc, target, data, count, SUM, each);
     else if (way == STREAM)
-        run_avx512(acc, target, data, count, STREAM);
+        run_avx512(acc, target, data, count, STREAM, each);
     else
-        run_avx512(acc, target, data, count, STORE);
+        run_avx512(acc, target, data, count, STORE, each);
 }
 
 /* Line up what was loaded with the stripes of the target, in registers: loaded once all the same.
@@ -215,10 +281,10 @@ AVX512 static void stripes_avx512(uint64_t acc[8], unsigned char *target,
  *   data      [     stripe 0     |     stripe 1     | ...
  *   target    [ head |  aligned, streamed  |  aligned ... | tail ]                              */
 VBMI static void stripes_vbmi(uint64_t acc[8], unsigned char *target, const unsigned char *data,
-                              size_t count, Way way)
+                              size_t count, Way way, uint64_t *each)
 {
     if (way != SHIFTED || !count) {
-        stripes_avx512(acc, target, data, count, way == SHIFTED ? STORE : way);
+        stripes_avx512(acc, target, data, count, way == SHIFTED ? STORE : way, each);
         return;
     }
     size_t head = -(uintptr_t)target & (STRIPE - 1);
@@ -239,14 +305,28 @@ VBMI static void stripes_vbmi(uint64_t acc[8], unsigned char *target, const unsi
         target += STRIPE;
         last = a;
         if (of_block == STRIPES_PER_BLOCK - 1)
-            sum = scrambled_avx512(sum);
+            sum = ended_avx512(sum, &each);
     }
     _mm512_mask_storeu_epi8(target, ~0ULL >> head, _mm512_permutex2var_epi8(last, places, last));
     _mm512_storeu_si512(acc, sum);
 }
 #endif
 
+#ifndef PAUSE
+#define PAUSE()
+#define STORES_DONE()
+#endif
+
+static Way way_of(const unsigned char *target, bool past_caches)
+{
+    bool aligned = ((uintptr_t)target & (STRIPE - 1)) == 0;
+    return !target ? SUM : !past_caches ? STORE : aligned ? STREAM : SHIFTED;
+}
+
 static Stripes stripes = stripes_plain;
+static Fold fold = fold_plain;
+
+#include "compiled/second_core.c"
 
 static uint64_t folded_product(uint64_t a, uint64_t b)
 {
@@ -256,16 +336,16 @@ static uint64_t folded_product(uint64_t a, uint64_t b)
 
 /* Sum `nbytes` > SHORT_BYTES bytes and copy them, unless `target` is null.
  *
- * `past_caches`: store them so, where that can be done. */
+ * From `stream_bytes` on they go past the caches, where that can be done. */
 static uint64_t pass(unsigned char *target, const unsigned char *data, size_t nbytes,
-                     bool past_caches)
+                     size_t stream_bytes)
 {
     uint64_t acc[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
     /* The last stripe is another one, and after it nothing is scrambled. */
     size_t count = (nbytes - 1) / STRIPE, done = count * STRIPE;
-    bool aligned = ((uintptr_t)target & (STRIPE - 1)) == 0;
-    Way way = !target ? SUM : !past_caches ? STORE : aligned ? STREAM : SHIFTED;
-    stripes(acc, target, data, count, way);
+    Way way = way_of(target, nbytes >= stream_bytes);
+    size_t shared = share_piece(acc, target, data, count / STRIPES_PER_BLOCK, stream_bytes);
+    stripes(acc, target ? target + shared : NULL, data + shared, count - shared / STRIPE, way, NULL);
     /* Not read back from the target: what went past the caches would have to come from memory. */
     unsigned char last[STRIPE];
     memcpy(last, data + nbytes - STRIPE, STRIPE);
@@ -273,10 +353,8 @@ static uint64_t pass(unsigned char *target, const unsigned char *data, size_t nb
     if (target)
         memcpy(target + done, last + STRIPE - (nbytes - done), nbytes - done);
     add_stripe(acc, last, secret + SECRET_BYTES - STRIPE - 7);
-#if defined(__x86_64__)
     if (way == STREAM || way == SHIFTED)
-        _mm_sfence();
-#endif
+        STORES_DONE();
     uint64_t sum = nbytes * P64_1;
     for (int i = 0; i < 4; i++)
         sum += folded_product(acc[2 * i] ^ word(secret + 11 + 16 * i),
@@ -334,10 +412,10 @@ static PyObject *sums_of(uintptr_t target, uintptr_t source, const Ints *to, con
         return NULL;
     uint64_t *sums = (uint64_t *)PyBytes_AS_STRING(result);
     PyThreadState *state = nbytes >= GIL_BYTES ? PyEval_SaveThread() : NULL;
-    for (Py_ssize_t i = 0; i < lengths->count; i++)
-        sums[i] = pass(to ? (unsigned char *)(target + (uintptr_t)to->values[i]) : NULL,
-                       (const unsigned char *)(source + (uintptr_t)from->values[i]),
-                       (size_t)lengths->values[i], nbytes >= stream_bytes);
+    sum_pieces(&(Pieces){.target = target, .source = source, .to = to ? to->values : NULL,
+                         .from = from->values, .lengths = lengths->values,
+                         .count = (size_t)lengths->count, .sums = sums},
+               (size_t)nbytes, (size_t)stream_bytes);
     if (state)
         PyEval_RestoreThread(state);
     return result;
@@ -347,7 +425,7 @@ PyDoc_STRVAR(copy_summed_doc,
              "copy_summed(target_base, source_base, target_offsets, source_offsets, lengths,"
              " stream_bytes)\n--\n\n"
              "Copy pieces that do not overlap; return the xxh3_64 of each, as native uint64.\n\n"
-             "From `stream_bytes` in all on they go past the caches.");
+             "From `stream_bytes` in all on, at least 0, they go past the caches; on two cores later.");
 
 static PyObject *copy_summed(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -362,6 +440,10 @@ static PyObject *copy_summed(PyObject *module, PyObject *const *args, Py_ssize_t
     long long stream_bytes = PyLong_AsLongLong(args[5]);
     if (stream_bytes == -1 && PyErr_Occurred())
         return NULL;
+    if (stream_bytes < 0) {
+        PyErr_SetString(PyExc_ValueError, "stream_bytes is below 0");
+        return NULL;
+    }
     if (take_address(args[0], &target) || take_address(args[1], &source) ||
         take_ints(args[2], &to))
         return NULL;
@@ -406,7 +488,7 @@ static PyObject *copy_one_summed(PyObject *module, PyObject *const *args, Py_ssi
             PyThreadState *state = nbytes >= GIL_BYTES ? PyEval_SaveThread() : NULL;
             uint64_t sum = pass((unsigned char *)target.buf + to,
                                 (const unsigned char *)source.buf + from, (size_t)nbytes,
-                                past_caches);
+                                past_caches ? 0 : SIZE_MAX);
             if (state)
                 PyEval_RestoreThread(state);
             result = PyLong_FromUnsignedLongLong(sum);
@@ -443,6 +525,25 @@ static PyObject *sums(PyObject *module, PyObject *const *args, Py_ssize_t count)
     return result;
 }
 
+PyDoc_STRVAR(share_copies_doc,
+             "share_copies(sharing)\n--\n\nSet when large copies are shared with a second core: 0 "
+             "never, 1 where one is idle, 2 always.\n\nReturns how many parts of copies a second "
+             "core has done so far. Raises ValueError.");
+
+static PyObject *share_copies(PyObject *module, PyObject *value)
+{
+    (void)module;
+    long sharing = PyLong_AsLong(value);
+    if (sharing == -1 && PyErr_Occurred())
+        return NULL;
+    if (sharing < ALONE || sharing > ALWAYS) {
+        PyErr_SetString(PyExc_ValueError, "copies are shared never (0), if idle (1), always (2)");
+        return NULL;
+    }
+    __atomic_store_n(&partner.sharing, (int)sharing, __ATOMIC_RELAXED);
+    return PyLong_FromUnsignedLongLong(__atomic_load_n(&partner.seen, __ATOMIC_RELAXED));
+}
+
 #include "compiled/mailbox.c"
 
 static PyMethodDef methods[] = {
@@ -450,6 +551,7 @@ static PyMethodDef methods[] = {
     {"copy_one_summed", (PyCFunction)(void (*)(void))copy_one_summed, METH_FASTCALL,
      copy_one_summed_doc},
     {"sums", (PyCFunction)(void (*)(void))sums, METH_FASTCALL, sums_doc},
+    {"share_copies", share_copies, METH_O, share_copies_doc},
     {"mailbox_leave", (PyCFunction)(void (*)(void))mailbox_leave, METH_FASTCALL, mailbox_leave_doc},
     {"mailbox_take", (PyCFunction)(void (*)(void))mailbox_take, METH_FASTCALL, mailbox_take_doc},
     {"mailbox_close", (PyCFunction)(void (*)(void))mailbox_close, METH_FASTCALL, mailbox_close_doc},
@@ -466,13 +568,16 @@ PyMODINIT_FUNC PyInit__native(void)
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2"))
-        stripes = stripes_avx2;
+        stripes = stripes_avx2, fold = fold_avx2;
     if (__builtin_cpu_supports("avx512f"))
-        stripes = stripes_avx512;
+        stripes = stripes_avx512, fold = fold_avx512;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vbmi"))
         stripes = stripes_vbmi;
 #endif
+    if (pthread_atfork(NULL, NULL, forget_partner))
+        return PyErr_NoMemory();
+    (void)is_core_idle(); /* opens what it asks */
     PyObject *module = PyModule_Create(&definition);
     if (module && PyModule_AddIntConstant(module, "SHORT_BYTES", SHORT_BYTES)) {
         Py_DECREF(module);
