@@ -44,7 +44,7 @@ QUICK_BYTES_MAX: Final = (4 << 20) - 1  # above, a request more does not matter
 STAGED_BYTES_MAX: Final = 256 << 10  # of what is neither registered nor copied within the host
 SIZES_MAX: Final = 8
 AHEAD_BYTES: Final = 4 << 20
-AHEAD_MAX: Final = 8  # places that are asked for at once
+AHEAD_MAX: Final = 16  # places that are asked for at once
 PAUSE_S: Final = 1.0  # after a place was refused
 REACH_S: Final = 5.0
 SLOW: Final = 1 << 30  # as many bytes as nobody copies in an event loop
@@ -176,7 +176,7 @@ class QuickWrites:
 
     def expects(self, nbytes: int, options: PutOptions) -> bool:
         """Tell whether `put` is worth a try."""
-        return _space_of(nbytes) in self._sizes and is_plain(options)
+        return -(-nbytes // _UNIT) * _UNIT in self._sizes and is_plain(options)
 
     def learn(
         self, nbytes: int, options: PutOptions, outcome: PutOutcome, *, again: bool

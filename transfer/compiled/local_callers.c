@@ -8,6 +8,7 @@
 #define CALLERS_LOOK_NS 60000
 #define SHORT_SLEEPS_MIN 4
 #define SHORT_SLEEPS_MAX 1024
+#define SHORT_SLEEPS_WANTED_MAX 16 /* where somebody wants the core, which may be over soon */
 
 typedef struct {
     PyObject_HEAD
@@ -33,7 +34,7 @@ static int look_for_callers(LocalCallers *callers, struct epoll_event *events)
         return ready;
     }
     callers->short_sleeps = 0;
-    if (callers->wanted < SHORT_SLEEPS_MAX)
+    if (callers->wanted < (wanted ? SHORT_SLEEPS_WANTED_MAX : SHORT_SLEEPS_MAX))
         callers->wanted *= 2;
     return ready;
 }

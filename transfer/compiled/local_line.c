@@ -136,7 +136,10 @@ static ssize_t line_look_for(LineCall *call)
         wanted = is_core_wanted();
     }
     int error = errno;
-    note_look(looks, got >= 0 && !wanted, end);
+    if (wanted)
+        note_core_wanted(looks);
+    else
+        note_look(looks, got >= 0, end);
     errno = error;
     return got;
 }

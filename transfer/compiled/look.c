@@ -8,6 +8,7 @@
 #define LOOK_NS 50000
 #define LOOKS_LEFT_OUT_MAX 1023
 #define WANTED_NS 3000 /* a core that is offered for longer was wanted */
+#define WANTED_LEFT_OUT_MAX 15
 
 /* How often looking has been left out, and shall be; whether the other side shares this core, as was
  * seen some calls ago. Guarded by whoever owns it. */
@@ -47,6 +48,15 @@ static bool is_core_wanted(void)
 static bool may_look(Looks *looks)
 {
     return looks->left_out++ >= looks->to_leave_out;
+}
+
+/* One look has ended because somebody wanted the core: that may be over soon. */
+static void note_core_wanted(Looks *looks)
+{
+    int more = 2 * looks->to_leave_out + 1;
+    looks->left_out = 0;
+    if (looks->to_leave_out < WANTED_LEFT_OUT_MAX)
+        looks->to_leave_out = more;
 }
 
 /* One look has ended; `paid`: what was waited for came. Later than in time does not count: then

@@ -166,6 +166,8 @@ class SegmentPool:
             and not segment.node.draining
             and segment.node.name not in avoid
         ]
+        if len(usable) == 1 and not media and not self.joined:
+            return Candidates(sets=(tuple(usable),), prefer=prefer)
         if not media:  # the slow ones are filled by copies, unless there are no others
             fast = [segment for segment in usable if segment.medium is not Medium.SSD]
             usable, media = fast or usable, MEDIA
