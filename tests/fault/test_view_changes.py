@@ -145,7 +145,7 @@ def test_the_agent_brings_one_back(start: Callable[..., Group], tmp_path: Path) 
         assert view.ranks == (0, 1), "the new life has the old slot"
     finally:
         agent.request_stop()
-        thread.join(timeout=40)
+        thread.join(timeout=60)
     assert not thread.is_alive()
 
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from configs.schema import KVStoreConfig, TransferBackend, TransferConfig
 from kvstore import KVStoreError, Store
 from tests.support.store_pool import WAIT_S, Pool
+from tests.support.waits import eventually
 from transfer import TransferError
 
 SIZES = (512, 4096, 30_000, 200_000)
@@ -58,9 +59,8 @@ def put_and_get(pipe: Connection, store: Store) -> None:
 
 def put_when_told(pipe: Connection, store: Store, way: str) -> None:
     """Be granted places for blocks, say so, and write only when told to; then say what happened."""
-    warm = 0  # its way to the node is open once a few were stored, whatever came too late before
-    while warm < 3:
-        warm += store.put(secrets.token_bytes(16), bytes(512)) == "stored"
+    for _ in range(3):  # one may come too late on a busy machine, and is not stored then
+        eventually(lambda: store.put(secrets.token_bytes(16), bytes(512)) == "stored")
     pipe.send("ready")
     batch = pipe.recv()
     part = store.quick_writes if way == "short" else store.client.core.writing._writer

@@ -85,7 +85,7 @@ class Group:
         os.kill(self.processes[name].pid, number)
         return now
 
-    def ended_by(self, name: str, timeout_s: float = 20.0) -> int:
+    def ended_by(self, name: str, timeout_s: float = 60.0) -> int:
         self.processes[name].join(timeout=timeout_s)
         code: int = self.processes[name].exitcode
         return code
@@ -109,7 +109,7 @@ class Group:
             found = [line for line in found if line["event"] == event]
         return [line for line in found if facts.items() <= line.items()]
 
-    def wait(self, what: str, condition: Callable[[], Any], timeout_s: float = 40.0) -> Any:
+    def wait(self, what: str, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
         deadline = time.monotonic() + timeout_s
         while not (result := condition()):
             if time.monotonic() > deadline:
@@ -117,7 +117,7 @@ class Group:
             time.sleep(0.005)
         return result
 
-    def installed(self, names: list[str], ranks: list[int], timeout_s: float = 40.0) -> float:
+    def installed(self, names: list[str], ranks: list[int], timeout_s: float = 60.0) -> float:
         """Wait until all of `names` have installed a view of exactly `ranks`; return when."""
 
         def times() -> list[float] | None:
@@ -131,7 +131,7 @@ class Group:
         moments: list[float] = self.wait(f"a view of ranks {ranks}", times, timeout_s)
         return max(moments)
 
-    def serving(self, names: list[str], timeout_s: float = 20.0) -> None:
+    def serving(self, names: list[str], timeout_s: float = 60.0) -> None:
         """Wait until all of `names` have done a round in their newest epoch."""
 
         def all_did() -> bool:

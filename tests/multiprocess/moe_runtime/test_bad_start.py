@@ -200,7 +200,7 @@ def test_workers_without_a_front(tmp_path: Path) -> None:
         port = held.getsockname()[1]
         settings = [
             *("--config", "tiny-test", "--set", f"cluster.secret_file={secret}"),
-            *("--set", f"cluster.membership_port={port}", "--set", "elastic.store_timeout_s=1"),
+            *("--set", f"cluster.membership_port={port}", "--set", "elastic.store_timeout_s=4"),
         ]
         expected = f"no answer from 127.0.0.1:{port}: Connection refused"
         assert expected in refusal("launch", *settings)

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.engines import new_engine, open_descriptors
 from tests.support.ranks import Board, run_ranks
+from tests.support.waits import eventually
 from transfer import Access, Region, RegionKey, TransferEngine
 
 SOON_S = 30.0
@@ -117,7 +118,7 @@ def many_keys(board: Board, cycles: int) -> int:
             keys = [engine.offer(region, to=other, access=BOTH) for _ in range(cycles)]
             board.post("keys", [key.encode() for key in keys])
             board.read("used", timeout_s=SOON_S)
-            assert all(engine.withdraw(key) for key in keys)
+            eventually(lambda: all(engine.withdraw(key) for key in keys))
             assert engine._links.told.tokens() == []
         else:
             before = open_descriptors()

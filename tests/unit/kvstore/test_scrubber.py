@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import secrets
 import threading
@@ -70,17 +71,28 @@ def test_blocks_that_go_while_they_are_read_cost_no_pause_without_end(stack, mas
 
 
 def test_a_pass_is_spread_over_its_period(stack, master):
-    scrub = {"period_s": 2.0, "bytes_per_s": 1 << 40}
+    scrub = {"period_s": 0.8, "bytes_per_s": 1 << 40}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvstore.node.scrubber.BUFFER_BYTES", 1 << 16)
         patch.setattr("kvstore.node.scrubber.IDLE_S", 0.01)
         node = LendingNode(stack, master.address, b"s", [{"bytes": SIZE}], scrub=scrub)
+        scrubber, batches = node.node._scrubber, []
+        verify = scrubber._verify
+
+        def timed(segment, batch):
+            batches.append((batch[0].offset, time.monotonic()))
+            verify(segment, batch)
+
         for i in range(16):
             node.put(0, i << 16, 1 << 16)
-        began = node.node.statistics().scrub.blocks
-        time.sleep(0.7)
-        seen = node.node.statistics().scrub.blocks - began
-    assert 0 < seen < 16, "not all at once, whatever the bandwidth"
+        scrubber._verify = timed
+        eventually(lambda: sum(offset == 0 for offset, _ in batches) > 1, "a whole pass")
+    last = [at for at, (offset, _) in enumerate(batches) if offset == 0]
+    whole = [began_s for _, began_s in batches[last[0] : last[1]]]
+    assert len(whole) == 16
+    # However long a batch took, the next one did not begin before its time.
+    pauses = [after - before for before, after in itertools.pairwise(whole)]
+    assert min(pauses) > 0.9 * 0.8 / 16, "not all at once, whatever the bandwidth"
 
 
 def test_it_reads_no_faster_than_it_may(stack, master):
@@ -90,7 +102,8 @@ def test_it_reads_no_faster_than_it_may(stack, master):
         node = LendingNode(stack, master.address, b"s", [{"bytes": SIZE}], scrub=scrub)
         for i in range(16):
             node.put(0, i << 16, 1 << 16)
-        began, started = node.node.statistics().scrub.nbytes, time.monotonic()
+        started = time.monotonic()
+        began = node.node.statistics().scrub.nbytes
         time.sleep(0.5)
         read = node.node.statistics().scrub.nbytes - began
         elapsed = time.monotonic() - started

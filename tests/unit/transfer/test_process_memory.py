@@ -286,7 +286,7 @@ def test_engines_use_it_for_plain_tensors_and_say_so() -> None:
         assert back.tensor.equal(target)
         counted = a.statistics().backends["process_memory"]
         assert (counted.bytes_written, counted.bytes_read) == (100_000, 100_000)
-        assert b.withdraw(key)
+        eventually(lambda: b.withdraw(key))
         with pytest.raises(AccessRefused):
             a.write(b.name, source, key, 0, 0, 100).wait()
 
@@ -304,7 +304,7 @@ def test_turned_off_it_goes_by_sockets(who: str) -> None:
         transfer.wait()
         assert transfer.backend == "tcp"
         assert bool(target.all())
-        assert b.withdraw(key)
+        eventually(lambda: b.withdraw(key))
 
 
 def test_nothing_is_left_after_many_keys() -> None:
@@ -316,7 +316,8 @@ def test_nothing_is_left_after_many_keys() -> None:
         for i in range(1000):
             key = b.offer(theirs, to=a.name, access=BOTH)
             a.write(b.name, ours, key, 0, 0, 64).wait()
-            assert b.withdraw(key), i
+            # A busy machine may keep the answer of `a` for longer than one call waits.
+            eventually(lambda key=key: b.withdraw(key), f"key {i}")
             before = before or open_descriptors()
         assert open_descriptors() == before
         assert b._links.told.tokens() == []
