@@ -25,7 +25,7 @@ from kvstore.master.books.tenants import TenantRule
 from kvstore.master.store_master import MasterTiming, StoreMaster
 from kvstore.shards.plan import shard_of
 from kvstore.wire import messages as m
-from kvstore.wire.envelope import Answer, seal
+from kvstore.wire.envelope import Answer, seal, seal_reply
 from transfer.control import RpcServer
 from transfer.errors import ControlError
 
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _WHAT_IS_HELD: Final = (m.Register, m.Hold)
 _OF_KEYS: Final = (m.Lookup, m.Allocate, m.Store, m.Exists)
 _WHO_MAY_WRITE: Final = (m.Register, m.Settled, m.Leave, m.Fence)
+_OF_NODES: Final = frozenset((*_WHAT_IS_HELD, *_WHO_MAY_WRITE))
 
 
 class MasterServer:
@@ -72,6 +73,7 @@ class MasterServer:
         self._standby = standby
         self._rebuild_s = rebuild_s
         self._shard = shard
+        self._is_one_of_several = shard is not None and config.masters.num_shards > 1
         self._clock = clock
         self._lock = threading.Lock()  # the server's thread, and whoever calls the methods below
         self._term = 0
@@ -178,11 +180,13 @@ class MasterServer:
             if now >= self._leads_until_s:
                 refused = m.Refused(m.RefusalReason.NOT_LEADING, f"{self.address} stands by")
                 return seal(Answer(reply=refused, term=self._term))
-            problem = self._misdirected(request)
+            problem = self._misdirected(request) if self._is_one_of_several else None
             if problem is not None:
                 refused = m.Refused(m.RefusalReason.WRONG_SHARD, problem)
                 return seal(Answer(reply=refused, term=self._term))
             reply = self._stepped(request, now)
+            if not self._telling and now >= self._rebuilt_s and now >= self._settled_s:
+                return seal_reply(reply, self._term)
             answer = Answer(
                 reply=reply,
                 term=self._term,
@@ -198,7 +202,7 @@ class MasterServer:
         request is enough to tell a list of masters that is too short, or in another order.
         """
         num_shards = self._config.masters.num_shards
-        if self._shard is None or num_shards == 1 or not isinstance(request, _OF_KEYS):
+        if not isinstance(request, _OF_KEYS):
             return None
         keys = [request.key] if isinstance(request, m.Store) else request.keys
         if not keys or (shard := shard_of(keys[0], num_shards)) == self._shard:
@@ -214,13 +218,14 @@ class MasterServer:
 
     def _stepped(self, request: m.Request, now: float) -> m.Reply:
         reply = self._master.step(request, now)
-        if isinstance(request, _WHAT_IS_HELD):
-            where = request.node, request.segment
-            self._telling.pop(where, None)
-            if request.more:
-                self._telling[where] = now
-        if isinstance(request, _WHO_MAY_WRITE):
-            self._settled_s = self._master.settled_s()
+        if type(request) in _OF_NODES:
+            if isinstance(request, _WHAT_IS_HELD):
+                where = request.node, request.segment
+                self._telling.pop(where, None)
+                if request.more:
+                    self._telling[where] = now
+            if isinstance(request, _WHO_MAY_WRITE):
+                self._settled_s = self._master.settled_s()
         if self.events is not None:
             self._publish(self.events)
         return reply

@@ -284,12 +284,14 @@ class QuickWrites:
                 buffer.array[: part.nbytes] = part
                 part = RegionPiece(buffer, 0, part.nbytes)
             first, end = part.offset, part.offset + part.nbytes
-            checksum = xxhash.xxh3_64_intdigest(part.region.array.data[first:end])
             try:
-                engine.write(
+                transfer = engine.write(
                     where.node, part.region, key, first, place.offset, part.nbytes,
                     priority=Priority.KV_PUT,
-                ).wait()  # fmt: skip
+                )  # fmt: skip
+                # While the bytes are under way.
+                checksum = xxhash.xxh3_64_intdigest(part.region.array.data[first:end])
+                transfer.wait()
             except TransferError as error:
                 # Bytes may be under way: the place is left to the master's patience.
                 target = where.node, where.segment

@@ -50,6 +50,11 @@ def seal(answer: Answer) -> bytes:
     return _HEADER.pack(answer.term, flags) + m.encode(answer.reply)
 
 
+def seal_reply(reply: m.Reply, term: int) -> bytes:
+    """Return the bytes of an answer of a master that is neither rebuilding nor settling."""
+    return _HEADER.pack(term, 0) + m.encode(reply)
+
+
 def unseal(payload: bytes) -> Answer:
     """Read an answer.
 

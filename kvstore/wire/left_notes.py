@@ -50,9 +50,11 @@ def write_row(segment: int, row: Row) -> bytes:
     """Return what is left of a block without a part table."""
     offset, length, key, checksum, pinned, chunk_bytes, label, group = row
     assert not chunk_bytes, row
+    if not label and not group:  # as nearly always
+        return _ONE.pack(_ROW, segment, key, offset, length, checksum, pinned, 0)
     tenant = label.encode()
     head = _ONE.pack(_ROW, segment, key, offset, length, checksum, pinned, len(tenant))
-    return head + tenant + group.encode() if tenant or group else head
+    return head + tenant + group.encode()
 
 
 def read_note(payload: bytes) -> tuple[int, Row] | Note:
