@@ -27,7 +27,7 @@ from transfer.errors import (
     TransferTimeout,
 )
 from transfer.memory.region import RegionKey
-from transfer.peer import PeerTable
+from transfer.peer import PeerLink, PeerTable
 from transfer.pieces import Ints, Pieces
 from transfer.storage.bounce import Bounce
 from transfer.storage.messages import Answer, AnswerKind, Ask, AskKind, encode, parse_answer
@@ -44,10 +44,24 @@ class _Asked:
     """What is not answered. `then`: what to do with the answer, where nobody waits for it."""
 
     peer: str
+    link: PeerLink | None = None
     answered: threading.Event = field(default_factory=threading.Event)
     answer: Answer | None = None
     then: Callable[[Answer | TransferError], None] | None = None
     deadline: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAsked:
+    """What was asked for and not waited for yet. One of the two is called, once.
+
+    Attributes:
+        wait: for the end. Raises as `Asking.ask`.
+        forget: do not wait; the owner may still fill the buffer.
+    """
+
+    wait: Callable[[], None]
+    forget: Callable[[], object]
 
 
 class Asking:
@@ -102,6 +116,36 @@ class Asking:
                     target.owner, kind.name.lower(), elapsed_s=time.monotonic() - started
                 )
             time.sleep(BUSY_PAUSE_S)
+
+    def begin_read(
+        self, source: RegionKey, buffer: RegionKey, offsets: Ints, lengths: Ints, deadline: float
+    ) -> ReadAsked:
+        """Ask the owner of `source` to fill our buffer with pieces, packed; do not wait for it.
+
+        Raises:
+            PeerLost, PeerUnknown: it is gone.
+        """
+        message = self._ask_of(
+            AskKind.READ,
+            source,
+            deadline,
+            buffer=buffer,
+            offsets=offsets,
+            lengths=lengths,
+            places=NONE,
+        )
+        asked = self._send(source.owner, message, deadline)
+
+        def wait() -> None:
+            answer = self._answer_to(message.id, asked, deadline)
+            if answer is not None and answer.kind is not AnswerKind.BUSY:
+                _raise_refusal(source.owner, AskKind.READ, answer)
+                return
+            self.ask(
+                AskKind.READ, source, deadline, buffer=buffer, offsets=offsets, lengths=lengths
+            )
+
+        return ReadAsked(wait, lambda: self._open.pop(message.id, None))
 
     def ask_to_write(
         self,
@@ -224,21 +268,37 @@ class Asking:
             asked.then(how)
 
     def _exchange(self, peer: str, message: Ask, deadline: float) -> Answer | None:
+        return self._answer_to(message.id, self._send(peer, message, deadline), deadline)
+
+    def _send(self, peer: str, message: Ask, deadline: float) -> _Asked | None:
+        """Send an ask; None if there was no room for it until the deadline."""
         link = self._table.ready(peer)
-        asked = self._open[message.id] = _Asked(peer)
+        asked = self._open[message.id] = _Asked(peer, link=link)
+        sent = False
         try:
             frame = encode_control(ControlKind.STORAGE_ASK, encode(message))
-            if not link.control.send(frame, deadline=deadline):
+            sent = link.control.send(frame, deadline=deadline)
+            if not sent:
                 self._table.ready(peer)
-                return None
+        finally:
+            if not sent:
+                del self._open[message.id]
+        return asked if sent else None
+
+    def _answer_to(self, number: int, asked: _Asked | None, deadline: float) -> Answer | None:
+        """Wait for the answer to what was sent; None if none came in time."""
+        if asked is None or asked.link is None:
+            return None
+        try:
             while (remaining := deadline - time.monotonic()) > 0:
                 if asked.answered.wait(min(LOOK_S, remaining)):
                     break
-                if not link.alive:
-                    raise PeerLost(peer, link.evidence or "lost while it was asked")
+                if not asked.link.alive:
+                    evidence = asked.link.evidence or "lost while it was asked"
+                    raise PeerLost(asked.peer, evidence)
             return asked.answer
         finally:
-            del self._open[message.id]
+            del self._open[number]
 
 
 class PeerStorageEnd:

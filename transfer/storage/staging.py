@@ -33,7 +33,7 @@ from transfer.pieces import EMPTY, CopyPieces, Pieces
 from transfer.priority import Priority
 from transfer.rails.slices import cut
 from transfer.storage.asking import Asking, PeerStorageEnd
-from transfer.storage.batch_queue import BatchQueue, Work
+from transfer.storage.batch_queue import BatchQueue, SharedWork, Work
 from transfer.storage.bounce import (
     BUFFER_BYTES,
     Bounces,
@@ -46,6 +46,7 @@ from transfer.storage.bounce import (
 )
 from transfer.storage.messages import PIECES_MAX, AskKind
 from transfer.storage.opened_work import OpenedWork
+from transfer.storage.read_ahead import ReadAhead
 from transfer.storage.service import StorageService
 from transfer.storage.source_keys import SourceKeys
 from transfer.storage.storage import Done, Storage, StorageRegion, make_region
@@ -284,14 +285,16 @@ class Staging:
     ) -> None:
         """Move between a region of ours and a peer's window."""
         same_host = self._table.ready(key.owner).backend == "shared_memory"
-        operation = "write" if write else "read"
         ends = near_end(own, copy), self._far_end(key.owner, key, priority)
         source, target = ends if write else ends[::-1]
         peer = "" if key.kind == "host" else key.owner
-        work: Work = self.staged(source, target, pieces, deadline, peer)
-        if same_host and key.kind.startswith("cuda") and Access(key.rights) == BOTH:
-            work = OpenedWork(self, own, key, pieces, work, write=write, deadline=deadline)
-        self._own_queue().submit(work, operation, deadline, done)
+        staged = self.staged(source, target, pieces, deadline, peer)
+        work: Work | SharedWork = staged
+        if key.kind == "file" and not write:
+            work = ReadAhead(self._bounces, self._asking, key, target, _steps(pieces), deadline)
+        elif same_host and key.kind.startswith("cuda") and Access(key.rights) == BOTH:
+            work = OpenedWork(self, own, key, pieces, staged, write=write, deadline=deadline)
+        self._own_queue().submit(work, "write" if write else "read", deadline, done)
 
     def open_window(self, key: RegionKey, deadline: float) -> StorageRegion:
         """Open a peer's device memory here; waits.
