@@ -17,6 +17,17 @@ from kvstore.wire.messages import HeldBlocks
 
 Ints = NDArray[np.int64]
 CHECKSUM_END: Final = 1 << 64
+_PAGE_BITS: Final = 12
+_PAGE_SHIFT: Final = 50  # offsets below 1 << 62 differ in their slots
+
+
+def slot_of(offset: int) -> int:
+    """Return another number for each offset of a segment, as the key of a dictionary.
+
+    A dictionary looks where the low bits say, and those of offsets are as good as all zero. Here
+    those of the page come first, so that neighbours are neighbours.
+    """
+    return offset >> _PAGE_BITS | (offset & (1 << _PAGE_BITS) - 1) << _PAGE_SHIFT
 
 
 def block_of(row: Row) -> IndexedBlock:
@@ -49,11 +60,13 @@ class BlockColumns:
     Attributes:
         offsets: Where each begins; rising.
         ends: First byte behind each.
+        slots: `slot_of` each offset.
         rows: All of it, in the same order.
     """
 
     offsets: list[int]
     ends: list[int]
+    slots: list[int]
     rows: list[Row]
 
     @classmethod
@@ -91,7 +104,9 @@ class BlockColumns:
             if (offsets[1:] < ends[:-1]).any():
                 return None
             rows = [rows[position] for position in order.tolist()]
-        return cls(offsets=offsets.tolist(), ends=ends.tolist(), rows=rows)
+        in_page = offsets & (1 << _PAGE_BITS) - 1
+        slots = offsets >> _PAGE_BITS | in_page << _PAGE_SHIFT
+        return cls(offsets=offsets.tolist(), ends=ends.tolist(), slots=slots.tolist(), rows=rows)
 
     def runs(self, wanted: list[int]) -> Iterator[tuple[int, int]]:
         """Split rising rows into runs `[first, last)`, no byte between their blocks."""

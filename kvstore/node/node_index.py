@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from kvstore.node.block_columns import BlockColumns, block_of
+from kvstore.node.block_columns import BlockColumns, block_of, slot_of
 from kvstore.node.indexed_block import IndexedBlock, blocks_of
 from kvstore.wire.left_notes import Row
 from kvstore.wire.messages import HeldBlocks
@@ -36,8 +36,8 @@ class NodeIndex:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._offsets: list[int] = []  # ascending
-        self._blocks: dict[int, IndexedBlock | Row] = {}  # by offset
-        self._ends: dict[int, int] = {}
+        self._blocks: dict[int, IndexedBlock | Row] = {}  # by `slot_of` the offset
+        self._ends: dict[int, int] = {}  # so too
         self._held_bytes = 0
 
     def __len__(self) -> int:
@@ -54,7 +54,8 @@ class NodeIndex:
 
     def at(self, offset: int) -> IndexedBlock | None:
         """Return the block that starts there."""
-        return self._made(offset) if offset in self._blocks else None
+        is_there = 0 <= offset < self.nbytes and slot_of(offset) in self._blocks
+        return self._made(offset) if is_there else None
 
     def record_all(self, held: HeldBlocks) -> int:
         """Enter what a writer says of many; return how many were possible."""
@@ -65,7 +66,8 @@ class NodeIndex:
 
     def enter(self, columns: BlockColumns) -> int:
         """Enter possible blocks of a segment of this size; return how many."""
-        known = list(map(self._ends.get, columns.offsets))
+        slots = columns.slots
+        known = list(map(self._ends.get, slots))
         if known != columns.ends:  # else each takes the very place of another: nothing moves
             fresh = [
                 position
@@ -73,17 +75,19 @@ class NodeIndex:
                 if was != end
             ]
             for first, last in columns.runs(fresh):
-                self._make_room(columns.offsets[first:last], columns.ends[first:last])
-        self._blocks.update(zip(columns.offsets, columns.rows, strict=True))
+                run = slice(first, last)
+                self._make_room(columns.offsets[run], columns.ends[run], slots[run])
+        self._blocks.update(zip(slots, columns.rows, strict=True))
         return len(columns.rows)
 
     def record(self, block: IndexedBlock) -> bool:
         """Enter what a writer says; False if it is impossible."""
         if not block.fits(self.nbytes):
             return False
-        if self._ends.get(block.offset) != block.end:
-            self._make_room([block.offset], [block.end])
-        self._blocks[block.offset] = block
+        slot = slot_of(block.offset)
+        if self._ends.get(slot) != block.end:
+            self._make_room([block.offset], [block.end], [slot])
+        self._blocks[slot] = block
         return True
 
     def forget_range(self, low: int, high: int) -> int:
@@ -91,18 +95,19 @@ class NodeIndex:
         if low >= high:
             return 0
         first = bisect_left(self._offsets, low)
-        if first and self._ends[self._offsets[first - 1]] > low:
+        if first and self._ends[slot_of(self._offsets[first - 1])] > low:
             first -= 1
         last = bisect_left(self._offsets, high, lo=first)
         for offset in self._offsets[first:last]:
-            del self._blocks[offset]
-            self._held_bytes -= self._ends.pop(offset) - offset
+            slot = slot_of(offset)
+            del self._blocks[slot]
+            self._held_bytes -= self._ends.pop(slot) - offset
         del self._offsets[first:last]
         return last - first
 
     def forget(self, block: IndexedBlock) -> bool:
         """Forget this very block; False if it is gone or replaced already."""
-        if self._blocks.get(block.offset) is not block:
+        if self._blocks.get(slot_of(block.offset)) is not block:
             return False
         self.forget_range(block.offset, block.offset + 1)
         return True
@@ -113,15 +118,16 @@ class NodeIndex:
         return [self._made(at) for at in self._offsets[first : first + limit]]
 
     def _made(self, offset: int) -> IndexedBlock:
-        found = self._blocks[offset]
+        slot = slot_of(offset)
+        found = self._blocks[slot]
         if isinstance(found, tuple):
-            found = self._blocks[offset] = block_of(found)
+            found = self._blocks[slot] = block_of(found)
         return found
 
-    def _make_room(self, offsets: list[int], ends: list[int]) -> None:
+    def _make_room(self, offsets: list[int], ends: list[int], slots: list[int]) -> None:
         """Forget what lies where blocks without a byte between them come; enter their places."""
         self.forget_range(offsets[0], ends[-1])
         at = bisect_left(self._offsets, offsets[0])
         self._offsets[at:at] = offsets
-        self._ends.update(zip(offsets, ends, strict=True))
+        self._ends.update(zip(slots, ends, strict=True))
         self._held_bytes += ends[-1] - offsets[0]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 import secrets
 
+import numpy as np
+
+from kvstore.node.block_columns import BlockColumns, block_of, slot_of
 from kvstore.node.indexed_block import IndexedBlock, blocks_of, columns_of
 from kvstore.node.node_index import NodeIndex
 from kvstore.wire.messages import HeldBlocks
@@ -149,3 +152,23 @@ def test_nonsense_is_ignored():
         assert not index.record(block)
     assert not index.record(IndexedBlock(key=key, offset=0, length=1, checksum=-1))
     assert len(index) == 0
+
+
+def test_slots_of_offsets_differ_and_are_the_same_in_columns():
+    rng = np.random.default_rng()
+    step, nbytes = int(rng.integers(1, 70_000)), 1 << 40
+    offsets = np.unique([*range(0, 3000 * step, step), *rng.integers(0, nbytes - 1, 3000)])
+    assert len({slot_of(offset) for offset in offsets.tolist()}) == len(offsets)
+    count = len(offsets)
+    held = HeldBlocks([secrets.token_bytes(16)] * count, offsets.tolist(), [1] * count, [0] * count)
+    columns = BlockColumns.of(held, nbytes)
+    assert columns is not None
+    assert columns.slots == [slot_of(offset) for offset in columns.offsets]
+
+
+def test_offsets_outside_of_the_segment_have_no_block():
+    index = NodeIndex(1 << 20)
+    index.record(block_of((4096, 64, secrets.token_bytes(16), 0, False, 0, "", "")))
+    assert index.at(4096) is not None
+    for offset in (-4096, 4096 + (1 << 62), 4096 + (1 << 74), 1 << 200):
+        assert index.at(offset) is None
