@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from transfer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from kvstore.client.chain import Chain as Chain
     from kvstore.client.held_hit import HeldHit as HeldHit
     from kvstore.client.locations import Hit as Hit
     from kvstore.client.pieces import Pieces as Pieces
@@ -73,6 +74,7 @@ _HOME = {
     "NodeUnreachable": "errors",
     "Pieces": "client.pieces",
     "Pin": "wire.messages",
+    "Chain": "client.chain",
     "PutOptions": "client.put_options",
     "PutOutcome": "wire.messages",
     "RegionPiece": "values.values",

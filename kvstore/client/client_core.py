@@ -7,14 +7,16 @@ AsyncStoreClient  ──▶ AsyncDriver ─┘
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvstore.client.block_reader import BlockReader, Copied
 from kvstore.client.block_writer import BlockWriter
+from kvstore.client.chain import Chain
 from kvstore.client.client_record import ClientRecord
 from kvstore.client.locations import Hit
 from kvstore.client.master_access import MasterAccess
@@ -27,7 +29,7 @@ from kvstore.client.steps import Steps, work
 from kvstore.client.tenant import Tenant
 from kvstore.client.timeouts import check_timeout
 from kvstore.client.writing import Writing
-from kvstore.errors import InvalidKey, InvalidValue
+from kvstore.errors import InvalidKey, InvalidValue, MasterUnavailable
 from kvstore.keys import KEY_BYTES
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PutOutcome
@@ -35,6 +37,10 @@ from kvstore.wire.messages import PutOutcome
 if TYPE_CHECKING:
     from kvstore.client.segment_keys import SegmentKeys
     from transfer import TransferEngine
+
+logger = logging.getLogger(__name__)
+
+UNHEARD_S: Final = 10.0  # masters without events are not told again what blocks are for so long
 
 
 class ClientCore:
@@ -61,6 +67,7 @@ class ClientCore:
         self.staging = Staging(engine)
         self.master = MasterAccess(engine.name, tenant)
         self._timeout_s = timeout_s
+        self._unheard_until_s = 0.0  # the masters have no subscribers of events
         reader = BlockReader(engine, segments, self.staging)
         self.reading = Reading(self.record, self.master, reader)
         self.under_way = segments.under_way
@@ -107,6 +114,8 @@ class ClientCore:
             return ()
         names = self.names(keys)
         check_complete(pieces, len(names))
+        if options.chain is not None:
+            yield from self.describe(keys, options.chain, deadline_s)
         if options.chunk_bytes or options.pin is not m.Pin.NONE:
             yield from work(pieces.nbytes)  # its checksums
         if not options.chunk_bytes:
@@ -117,6 +126,29 @@ class ClientCore:
             return tuple((yield from self.writing.put(source, deadline_s=deadline_s)))
         finally:
             self.engine.release(tables)
+
+    def describe(self, keys: Sequence[bytes], chain: Chain, deadline_s: float) -> Steps[None]:
+        """Tell the master what blocks are that are put next, if it has subscribers of events.
+
+        A master that does not answer is no error: then its events name no parents and tokens.
+
+        Raises:
+            InvalidValue: The chain has too few tokens, or what is none.
+        """
+        tokens = chain.tokens(len(keys))
+        if not keys or time.monotonic() < self._unheard_until_s:
+            return
+        names = self.names(keys)
+        first = [] if chain.parent is None else self.tenant.salted([chain.parent])
+        parents = [*(first or [b""]), *names[:-1]]
+        request = m.Describe(self.record.name, names, parents, tokens)
+        try:
+            done = yield from self.master.ask(request, m.Done, timeout_s=self.left(deadline_s))
+        except MasterUnavailable as error:
+            logger.debug("events will not tell what %s blocks are: %s", len(keys), error)
+            return
+        if not done.count:
+            self._unheard_until_s = time.monotonic() + UNHEARD_S
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
         """Check keys, and return them as the pool knows them.

@@ -23,7 +23,13 @@ from kvstore.errors import MasterUnavailable, StoreClosed
 from kvstore.shards.everyone import plan_for_everyone
 from kvstore.shards.plan import Merged, Outcome, Plan
 from kvstore.shards.reads import plan_exists, plan_lookup, plan_release, plan_renew
-from kvstore.shards.writes import PutPlans, plan_change, plan_report, plan_store
+from kvstore.shards.writes import (
+    PutPlans,
+    plan_change,
+    plan_description,
+    plan_report,
+    plan_store,
+)
 from kvstore.wire import messages as m
 from kvstore.wire.envelope import Answer
 from kvstore.wire.master_link import ATTEMPT_S, PAUSE_S, MasterLink, expect
@@ -250,6 +256,8 @@ class _Shards:
                 return plan_exists(request, self._num_shards)
             case m.Remove() | m.SetPin():
                 return plan_change(request, self._num_shards)
+            case m.Describe():
+                return plan_description(request, self._num_shards)
             case m.ReportBad():
                 return plan_report(request, self._num_shards)
         plan = plan_for_everyone(request, self._num_shards)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.client.chain import Chain
 from kvstore.errors import InvalidValue
 from kvstore.wire.messages import Medium, Pin
 
@@ -28,6 +29,7 @@ class PutOptions:
         media: Where the first copy may go, best first; empty: as the master decides.
         prefer: Names of nodes to try first.
         wait_for_space: Ask again, within the call's deadline, while there is no space.
+        chain: What the blocks are, in the order of the put's keys, for subscribers of events.
     """
 
     pin: Pin = Pin.NONE
@@ -38,6 +40,7 @@ class PutOptions:
     media: tuple[Medium, ...] = ()
     prefer: tuple[str, ...] = ()
     wait_for_space: bool = False
+    chain: Chain | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.replicas <= REPLICAS_MAX:

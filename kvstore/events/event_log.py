@@ -15,7 +15,7 @@ The bytes are those that vLLM publishes: MessagePack of [seconds, events, data p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -23,6 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from configs.kv_events import EventForm
+from kvstore.events.chains import Chains, Link, Links, parents_first, runs_of, tokens_of
 
 KEYS_PER_BATCH: Final = 4096
 
@@ -36,10 +37,11 @@ class Medium(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """These blocks are in this medium now."""
+    """These blocks are in this medium now. `links`: what is known of some of them."""
 
     keys: tuple[bytes, ...]
     medium: Medium
+    links: Links = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ class _Run:
     kind: type[Stored] | type[Removed]
     medium: Medium
     keys: list[bytes] = field(default_factory=list)
+    links: dict[bytes, Link] = field(default_factory=dict)
 
 
 class EventLog:
@@ -86,20 +89,31 @@ class EventLog:
     def __init__(self, *, first_sequence: int) -> None:
         self._next = first_sequence
         self._pending: list[_Run | Cleared] = [Cleared()]
+        self._chains = Chains()
+
+    def describe(self, keys: Sequence[bytes], links: Iterable[Link]) -> None:
+        """Say of blocks that will be stored what they are; each is told once, when it is there."""
+        self._chains.describe(keys, links)
 
     def stored(self, keys: Sequence[bytes], medium: Medium = Medium.DRAM) -> None:
         """Note the first copies of blocks in a medium."""
-        self._note(Stored, keys, medium)
+        self._note(Stored, keys, medium, self._chains.stored(keys))
 
     def removed(self, keys: Sequence[bytes], medium: Medium = Medium.DRAM) -> None:
         """Note that the last copies of blocks in a medium are gone."""
-        self._note(Removed, keys, medium)
+        self._note(Removed, keys, medium, {})
+        self._chains.removed(keys)
 
     def restate(self, present: Iterable[tuple[bytes, Medium]]) -> None:
         """Tell the whole state anew; what was noted and not taken is part of it."""
         self._pending = [Cleared()]
+        self._chains.restate()
+        by_medium: dict[Medium, list[bytes]] = {}
         for key, medium in present:
-            self.stored((key,), medium)
+            by_medium.setdefault(medium, []).append(key)
+        for medium, keys in by_medium.items():
+            links = self._chains.stored(keys)
+            self._note(Stored, parents_first(keys, links), medium, links)
 
     def take(self) -> list[EventBatch]:
         """Return what was noted since the last call, as batches of at most KEYS_PER_BATCH keys."""
@@ -120,7 +134,11 @@ class EventLog:
         return batches
 
     def _note(
-        self, kind: type[Stored] | type[Removed], keys: Sequence[bytes], medium: Medium
+        self,
+        kind: type[Stored] | type[Removed],
+        keys: Sequence[bytes],
+        medium: Medium,
+        links: Links,
     ) -> None:
         told = 0
         while told < len(keys):
@@ -134,6 +152,8 @@ class EventLog:
                 self._pending.append(last)
             part = keys[told : told + KEYS_PER_BATCH - len(last.keys)]
             last.keys.extend(part)
+            if links:
+                last.links.update((key, links[key]) for key in part if key in links)
             told += len(part)
 
     def _number(self, changes: list[Change]) -> EventBatch:
@@ -147,6 +167,7 @@ class EventFold:
 
     def __init__(self) -> None:
         self._keys: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
+        self._links: dict[bytes, Link] = {}
 
     def apply(self, changes: Iterable[Change]) -> None:
         """Apply changes in order; each may be applied again."""
@@ -154,21 +175,31 @@ class EventFold:
             match change:
                 case Stored():
                     self._keys[change.medium].update(change.keys)
+                    self._links.update(change.links)
                 case Removed():
                     self._keys[change.medium].difference_update(change.keys)
+                    self._forget_links(change.keys)
                 case Cleared():
                     for keys in self._keys.values():
                         keys.clear()
+                    self._links.clear()
 
     def changes(self) -> tuple[Change, ...]:
         """Return changes that lead from any state to this one."""
         changes: list[Change] = [Cleared()]
         for medium, keys in self._keys.items():
-            ordered = sorted(keys)
+            ordered = parents_first(sorted(keys), self._links)
             for start in range(0, len(ordered), KEYS_PER_BATCH):
                 part = tuple(ordered[start : start + KEYS_PER_BATCH])
-                changes.append(Stored(keys=part, medium=medium))
+                links = {key: self._links[key] for key in part if key in self._links}
+                changes.append(Stored(keys=part, medium=medium, links=links))
         return tuple(changes)
+
+    def _forget_links(self, keys: Iterable[bytes]) -> None:
+        if self._links:
+            for key in keys:
+                if not any(key in there for there in self._keys.values()):
+                    self._links.pop(key, None)
 
 
 # Names and order of vLLM's fields; those behind `lora_name` have defaults there.
@@ -198,27 +229,38 @@ def encode_changes(
         form: How each event is written.
         block_tokens: Tokens per block, as told to subscribers.
     """
-    events = [_event(change, form, block_tokens) for change in changes]
+    events = [event for change in changes for event in _events(change, form, block_tokens)]
     return _encoder.encode([at_s, events, _DATA_PARALLEL_RANK])
 
 
-def _event(change: Change, form: EventForm, block_tokens: int) -> list[Any] | dict[str, Any]:
-    values: list[Any]
+def _events(
+    change: Change, form: EventForm, block_tokens: int
+) -> Iterator[list[Any] | dict[str, Any]]:
+    """Yield what one change is to a subscriber: a part of a chain is an event of its own."""
     match change:
         case Stored():
-            names = _STORED_FIELDS
-            medium = change.medium.value
-            values = ["BlockStored", change.keys, None, (), block_tokens, None, medium, None]
+            for run in runs_of(change.keys, change.links):
+                names, values = _STORED_FIELDS, _stored(run, change, block_tokens)
+                yield values if form is EventForm.ARRAY else dict(zip(names, values, strict=True))
         case Removed():
-            names = _REMOVED_FIELDS
             values = ["BlockRemoved", change.keys, change.medium.value]
+            named = dict(zip(_REMOVED_FIELDS, values, strict=True))
+            yield values if form is EventForm.ARRAY else named
         case Cleared():
-            names = ("type",)
-            values = ["AllBlocksCleared"]
-    return values if form is EventForm.ARRAY else dict(zip(names, values, strict=True))
+            yield ["AllBlocksCleared"] if form is EventForm.ARRAY else {"type": "AllBlocksCleared"}
+
+
+def _stored(run: list[bytes], change: Stored, block_tokens: int) -> list[Any]:
+    first = change.links.get(run[0])
+    parent = None if first is None else first.parent
+    tokens = tokens_of(run, change.links)
+    size = block_tokens if first is None else first.num_tokens
+    return ["BlockStored", run, parent, tokens, size, None, change.medium.value, None]
 
 
 def _change(item: _Run | Cleared) -> Change:
     if isinstance(item, Cleared):
         return item
-    return item.kind(keys=tuple(item.keys), medium=item.medium)
+    if item.kind is Removed:
+        return Removed(keys=tuple(item.keys), medium=item.medium)
+    return Stored(keys=tuple(item.keys), medium=item.medium, links=item.links)

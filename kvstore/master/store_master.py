@@ -31,6 +31,7 @@ from kvstore.master.abandoned import AbandonedBatches
 from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.tenants import TenantRule
 from kvstore.master.copies.planning import Planning
+from kvstore.master.describing import Describing
 from kvstore.master.figures import check_invariants, statistics
 from kvstore.master.inventory import Inventory
 from kvstore.master.keeping import Keeping
@@ -102,6 +103,7 @@ class StoreMaster:
             self._settling,
             Witnessed(self._catalog, abandoned, put_s=timing.put_s),
             Keeping(self._catalog, timing),
+            Describing(events),
             Tenancy(self._catalog),
             Inventory(self._catalog),
             self._planning,

@@ -214,6 +214,18 @@ def plan_change(request: m.Remove | m.SetPin, num_shards: int) -> Plan:
     return Plan(parts=tuple(parts), merge=_sum(type(request).__name__))
 
 
+def plan_description(request: m.Describe, num_shards: int) -> Plan:
+    """Each master hears of its own blocks; what one did not take is told by its events alone."""
+
+    def part(theirs: list[int]) -> m.Describe:
+        columns = ("keys", "parents", "tokens")
+        return replace(request, **{name: pick(getattr(request, name), theirs) for name in columns})
+
+    positions = by_shard(request.keys, num_shards)
+    parts = ((shard, part(theirs)) for shard, theirs in positions.items())
+    return Plan(parts=tuple(parts), merge=_sum("Describe"))
+
+
 def plan_report(request: m.ReportBad, num_shards: int) -> Plan:
     """Each master hears of its own blocks."""
 

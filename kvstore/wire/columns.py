@@ -14,6 +14,8 @@ Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 LABEL_MAX = 64
 Label = Annotated[str, msgspec.Meta(max_length=LABEL_MAX)]  # of a tenant, a group, a failure domain
 KEYS_MAX = 1 << 16
+Parent = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)]  # a key, or empty
+Tokens = Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 

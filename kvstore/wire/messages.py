@@ -17,7 +17,7 @@ length), and segments are named once per message and then by index.
     Reserve     client   -> Reserved         Store         client  -> Stored
     Exists      client   -> Present          ListWriters   admin   -> WriterList
     WritersAt   node     -> WritersThere     WritesOver    node    -> Done
-                                             any illegal one       -> Refused
+    Describe    client   -> Done             any illegal one       -> Refused
 
 Peer notes (`TransferEngine.notify`): AskSegment client -> node, OfferSegment node -> client,
 Written and Unwritten client -> node.
@@ -143,6 +143,9 @@ from kvstore.wire.replies import (
 )
 from kvstore.wire.requests import (
     Allocate as Allocate,
+)
+from kvstore.wire.requests import (
+    Describe as Describe,
 )
 from kvstore.wire.requests import (
     Drain as Drain,

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import msgspec
 
-from kvstore.wire.columns import Count, HeldBlocks, Incarnation, Key, Keys, Label, Medium, Pin
+from kvstore.wire.columns import (
+    Count,
+    HeldBlocks,
+    Incarnation,
+    Key,
+    Keys,
+    Label,
+    Medium,
+    Parent,
+    Pin,
+    Tokens,
+)
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
@@ -219,6 +230,19 @@ class Store(msgspec.Struct, frozen=True, tag="store"):
     abandoned: list[int] = []
 
 
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """What blocks are that will be stored, for subscribers of events; nothing is kept without any.
+
+    `parents`: the key before each in its chain, empty of the first. `tokens`: of each, 4 bytes a
+    token, little-endian. The reply counts what was noted: 0 if nobody subscribes here.
+    """
+
+    client: Incarnation
+    keys: Keys
+    parents: list[Parent]
+    tokens: list[Tokens]
+
+
 class Exists(msgspec.Struct, frozen=True, tag="exists"):
     """Which of these are there? Nothing is leased."""
 
@@ -356,6 +380,7 @@ Request = (
     | Finish
     | Reserve
     | Store
+    | Describe
     | Exists
     | Remove
     | SetPin

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterator
+from typing import Final
 
 from kvstore.errors import InvariantViolated
 from kvstore.master.books.copy_state import COMMITTED
 from kvstore.master.books.copy_table import CopyTable
 from kvstore.row_loops import NOWHERE
+
+PACKED_FROM: Final = 1 << 15  # keys
+PACKED_TO: Final = 1 << 21
+LOOSE_BYTES: Final = 75  # a key, of the dictionary alone: packed it takes 30 to 60
 
 
 class BlockIndex:
@@ -73,6 +79,17 @@ class BlockIndex:
         table.sibling[row] = row
         self.rows[key] = following
         return False
+
+    def pack(self) -> None:
+        """Make the dictionary as small as what is in it, if it is twice that or more.
+
+        It grows with every so many keys that come, however many went: with evictions to twice what
+        it was when it was filled. Packed, a quarter of the keys can come before it grows again.
+        Takes 0.13 us a key, so very large ones stay as they are.
+        """
+        count = len(self.rows)
+        if PACKED_FROM <= count <= PACKED_TO and sys.getsizeof(self.rows) > LOOSE_BYTES * count:
+            self.rows = dict(self.rows)
 
     def same_bytes(self, row: int, other: int) -> bool:
         """Tell whether two copies are of the same bytes, as far as their columns say."""

@@ -153,6 +153,8 @@ class Catalog:
             for row in rows:
                 self.tenants.order(row)
         self.notices.stored(rows)
+        if self.expected is not None:  # chains and names gone need the room
+            self.index.pack()
 
     def _name(self, key: bytes | None) -> bytes | None:
         """Return a block's name as the table has it: one object for all that keep it."""
