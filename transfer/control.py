@@ -81,6 +81,8 @@ class RpcServer:
             to the client as `RemoteError`, and does not end the server.
         host: Address to bind.
         port: 0 picks a free one; see `address` after `open`.
+        afterwards: Called once replies to callers of this host are on their way, for what they
+            need not wait for; perhaps late, or not at all. What it raises is logged.
     """
 
     def __init__(
@@ -90,9 +92,11 @@ class RpcServer:
         *,
         host: str,
         port: int = 0,
+        afterwards: Callable[[], None] | None = None,
     ) -> None:
         self._secret = secret
         self._handler = handler
+        self._afterwards = afterwards
         self._host = host
         self._port = port
         self._closing = threading.Event()
@@ -129,8 +133,9 @@ class RpcServer:
         )
         self._thread.start()
         self._local = Exchange(
-            self.address, self._secret, self._reply, nbytes_max=MESSAGE_BYTES_MAX
-        )
+            self.address, self._secret, self._reply, nbytes_max=MESSAGE_BYTES_MAX,
+            afterwards=None if self._afterwards is None else self._rest,
+        )  # fmt: skip
         self._local.open()
 
     def close(self) -> None:
@@ -159,6 +164,13 @@ class RpcServer:
         identity, request_id, request = frames
         reply = self._reply(identity.decode(errors="replace"), request)
         socket.send_multipart([identity, request_id, reply])
+
+    def _rest(self) -> None:
+        assert self._afterwards is not None
+        try:
+            self._afterwards()
+        except Exception:
+            logger.exception("after the replies")
 
     def _reply(self, identity: str, request: bytes) -> bytes:
         with self._turn:

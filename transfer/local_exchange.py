@@ -62,6 +62,7 @@ class Exchange:
         secret: The cluster secret.
         answer: (identity, request) -> reply. Must not raise.
         nbytes_max: Of a request.
+        afterwards: Called when replies are on their way. Must not raise.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class Exchange:
         answer: Callable[[str, bytes], bytes],
         *,
         nbytes_max: int,
+        afterwards: Callable[[], None] | None = None,
     ) -> None:
+        self._afterwards = afterwards
         self._secret = secret
         self._answer = answer
         self._nbytes_max = nbytes_max
@@ -126,6 +129,8 @@ class Exchange:
                         self._serve(caller, events, data)
                     elif descriptor == self._listener.fileno():
                         self._accept()
+                if self._afterwards is not None:
+                    self._afterwards()
                 if self._unproved:
                     self._drop_unproved()
                 if self._resting and time.monotonic() > self._resting:

@@ -57,3 +57,11 @@ class PutOptions:
 
 
 DEFAULT: Final = PutOptions()
+
+
+def is_plain(options: PutOptions) -> bool:
+    """Tell whether a value can be stored in one request as far as its options go."""
+    if options is DEFAULT:
+        return True
+    unusual = options.chunk_bytes or options.media or options.prefer or options.chain
+    return options.replicas == 1 and not unusual

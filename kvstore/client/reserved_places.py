@@ -1,7 +1,8 @@
 """Space in the pool that a client has ahead, for puts of one value in one request.
 
     take ─▶ bytes are written ─▶ Store ─▶ give: the next places of this size, from the reply
-                                   └────▶ abandon: no reply came; nothing is written there again
+      │                            └────▶ abandon: no reply came; nothing is written there again
+      └▶ one is left: others are ordered, and named again by the `Store` that uses the last
     unused for a moment, the client's end ─▶ given back
 
 Places come from the master, are of one size each and of one master, and must not be written for
@@ -54,6 +55,23 @@ class ReservedPlace(NamedTuple):
     until_s: float
 
 
+class Wanted(NamedTuple):
+    """Numbers of places that a `Store` asks for.
+
+    Attributes:
+        more: With its reply.
+        soon: For the one that uses the last place that is left; see `ReservedPlaces.order`.
+        since_s: When the places `more` may have been opened first; None: not before it is sent.
+    """
+
+    more: Sequence[int] = ()
+    soon: Sequence[int] = ()
+    since_s: float | None = None
+
+
+NOTHING: Final = Wanted()
+
+
 class ReservedPlaces:
     """Thread-safe. A thread gives back what is not used; it runs while something is held.
 
@@ -71,6 +89,7 @@ class ReservedPlaces:
         self._used_s: dict[Kind, float] = {}
         self._keys: dict[int, bytes] = {}  # any key of each shard
         self._untold: dict[int, list[int]] = {}  # shard -> numbers that are over
+        self._ordered: dict[Kind, tuple[Sequence[int], float]] = {}  # numbers, and since when
         self._held_bytes = 0
         # Segments mapped here; forgotten often, lest that of a node be kept that is gone.
         self.mapped: dict[Target, tuple[RegionKey, InPlace | None]] = {}
@@ -106,6 +125,41 @@ class ReservedPlaces:
                 self._places[shard, place.space] = kept
                 self._held_bytes += place.space
                 self._used_s.setdefault((shard, place.space), time.monotonic())
+            self._watch()
+
+    def wanted(
+        self, shard: int, space: int, left: int, count: int, number: Callable[[], int]
+    ) -> Wanted:
+        """Say what to ask for with a `Store` from which on so many places are left.
+
+        Args:
+            shard: Of the master.
+            space: Of the places.
+            left: See `take`.
+            count: How many are asked for at once.
+            number: Gives a new number.
+        """
+        if left > 1 or (left and (shard, space) in self._ordered):
+            return NOTHING
+        if left:
+            return Wanted(soon=[number() for _ in range(count)])
+        with self._lock:
+            ordered = self._ordered.pop((shard, space), None)
+        if ordered is None:
+            return Wanted(more=[number() for _ in range(count)])
+        return Wanted(more=ordered[0], since_s=ordered[1])
+
+    def order(self, shard: int, space: int, numbers: Sequence[int], since_s: float) -> None:
+        """The master opens these, or has: it was asked after that time, and has answered."""
+        kind = shard, space
+        with self._lock:
+            if self._closed or kind in self._ordered:
+                for number in numbers:
+                    self._end(shard, number)
+            else:
+                self._ordered[kind] = numbers, since_s
+                self._places.setdefault(kind, [])
+                self._used_s.setdefault(kind, time.monotonic())
             self._watch()
 
     def reserve(self, request: m.Reserve, shard: int, space: int) -> ReservedPlace | None:
@@ -173,6 +227,8 @@ class ReservedPlaces:
             for place in self._places.pop(kind):
                 self._held_bytes -= place.space
                 self._end(kind[0], place.batch)
+            for number in self._ordered.pop(kind, ((), 0.0))[0]:
+                self._end(kind[0], number)
 
     def _drop_where(self, unwanted: Callable[[ReservedPlace], bool]) -> None:
         for kind, places in self._places.items():

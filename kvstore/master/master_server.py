@@ -83,7 +83,9 @@ class MasterServer:
         self._telling: dict[tuple[str, int], float] = {}  # segment -> its last piece, of several
         self.events: EventPublisher | None = None
         self._master = self._new_master()
-        self._server = RpcServer(secret, self._handle, host=host, port=port)
+        self._server = RpcServer(
+            secret, self._handle, host=host, port=port, afterwards=self._afterwards
+        )
 
     @property
     def address(self) -> str:
@@ -194,6 +196,14 @@ class MasterServer:
                 settling=now < self._settled_s,
             )
             return seal(answer)
+
+    def _afterwards(self) -> None:
+        if not self._master.has_wishes:  # whoever has some then is served by the next request
+            return
+        with self._lock:
+            self._master.grant_wishes(self._clock())
+            if self.events is not None:
+                self._publish(self.events)
 
     def _misdirected(self, request: m.Request) -> str | None:
         """Say what is wrong if the first key of a request is another master's.

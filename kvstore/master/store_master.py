@@ -98,7 +98,7 @@ class StoreMaster:
         self._parts: list[MasterPart] = [
             Reading(self._catalog),
             Writing(self._catalog, timing, abandoned),
-            Storing(self._catalog, timing, abandoned),
+            storing := Storing(self._catalog, timing, abandoned),
             Lending(self._catalog, timing),
             self._settling,
             Witnessed(self._catalog, abandoned, put_s=timing.put_s),
@@ -108,6 +108,7 @@ class StoreMaster:
             Inventory(self._catalog),
             self._planning,
         ]
+        self._storing = storing
         self._transitions: dict[type, Transition] = {
             m.Fence: self._fence,
             m.Observe: self._observe,
@@ -127,6 +128,8 @@ class StoreMaster:
         self._stepped_at = now
         if pause_s > self._pause_s_max or now >= self._due_s or now >= self._soft_pins.first_end_s:
             self._advance(now, pause_s)
+        if self._storing.has_wishes:
+            self._storing.grant_wishes(now)
         if self._fenced and not isinstance(request, m.Drain):
             sender = getattr(request, "client", None) or getattr(request, "node", None)
             if sender in self._fenced:
@@ -135,6 +138,19 @@ class StoreMaster:
         if transition is None:
             return malformed(f"{type(request).__name__} is not known here")
         return transition(request, now)
+
+    @property
+    def has_wishes(self) -> bool:
+        """Whether `grant_wishes` has something to do."""
+        return self._storing.has_wishes
+
+    def grant_wishes(self, now: float) -> None:
+        """Do what need not be done before the reply to the last request; else the next step does.
+
+        Args:
+            now: As of `step`.
+        """
+        self._storing.grant_wishes(now)
 
     def take_events(self) -> list[EventBatch]:
         """Return what steps since the last call have to tell, in order; the caller sends it."""

@@ -47,6 +47,7 @@ class Storing:
         self._catalog = catalog
         self._timing = timing
         self._abandoned = abandoned
+        self._wished: list[m.Store] = []
 
     def transitions(self) -> Mapping[type, Transition]:
         """Return what carries out which type of request."""
@@ -55,6 +56,20 @@ class Storing:
     def advance(self, now: float) -> float:
         """Nothing is due here: `Writing` quarantines what is reserved for too long."""
         return NEVER
+
+    @property
+    def has_wishes(self) -> bool:
+        """Whether places are to be opened before the next request is looked at."""
+        return bool(self._wished)
+
+    def grant_wishes(self, now: float) -> None:
+        """Open what was wanted soon; what was given up since then is left out."""
+        wished, self._wished = self._wished, []
+        for request in wished:
+            tenant = self._catalog.tenants.acting(request.client)
+            if tenant is not None:
+                numbers = request.soon
+                self._open(request.client, numbers, request.length, request.avoid, tenant, now)
 
     def _reserve(self, request: m.Reserve, now: float) -> m.Reply:
         client, puts = request.client, self._catalog.puts
@@ -98,8 +113,11 @@ class Storing:
                 catalog.end_batch(batch, at_rest=True)
             else:
                 puts.renumber(batch, request.following)
-        elif request.more:
-            self._open(client, request.more, request.length, request.avoid, tenant, now)
+        else:
+            if request.more:
+                self._open(client, request.more, request.length, request.avoid, tenant, now)
+            if request.soon:
+                self._wished.append(request)
         return self._stored(request, outcome)
 
     def _commit(
@@ -184,11 +202,12 @@ def _problem(request: m.Store) -> str:
     """Say what is illegal about a request, if anything."""
     if request.length <= 0 or not 0 <= request.checksum < UNSIGNED_END:
         return "a block of no bytes, or a checksum that is not an unsigned 64-bit number"
-    if not request.more and request.batch != request.following:  # as nearly always
+    wanted = (*request.more, *request.soon)
+    if not wanted and request.batch != request.following:  # as nearly always
         return ""
-    if len(request.more) > MORE_MAX:
-        return f"{len(request.more)} places at once"
-    numbers = {request.batch, request.following, *request.more}
-    if len(numbers) < 2 + len(request.more):
+    if len(wanted) > MORE_MAX:
+        return f"{len(wanted)} places at once"
+    numbers = {request.batch, request.following, *wanted}
+    if len(numbers) < 2 + len(wanted):
         return "a number that is used twice"
     return ""

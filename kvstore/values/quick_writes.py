@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import xxhash
 
-from kvstore.client.put_options import DEFAULT, PutOptions
-from kvstore.client.reserved_places import ReservedPlace
+from kvstore.client.put_options import PutOptions, is_plain
+from kvstore.client.reserved_places import NOTHING, ReservedPlace
 from kvstore.client.steps import Steps, ask, work
 from kvstore.copying import copy_with_checksum
 from kvstore.errors import Fenced, KVStoreError, MasterRefused, NodeUnreachable
@@ -127,13 +127,12 @@ class QuickWrites:
             checksum = self._write(value, place, write)
             if checksum is None or not self._note(value, place, checksum):
                 return None
-            request = self._store(value, place, checksum, left)
-            asked_s = time.monotonic()
+            request, since_s = self._store(value, place, checksum, left)
             try:
                 reply = self._link.ask(request, m.Stored, timeout_s=timeout_s)
             except KVStoreError as error:
                 return self._not_stored(value.shard, request, error)
-            return self._stored(value.shard, place, request, reply, asked_s)
+            return self._stored(value.shard, place, request, reply, since_s)
         finally:
             write.end()
 
@@ -162,15 +161,14 @@ class QuickWrites:
             checksum = self._copy(value, place, mapped, write)
             if checksum is None or not self._note(value, place, checksum):
                 return None
-            asked_s = time.monotonic()
-            request = self._store(value, place, checksum, left)
+            request, since_s = self._store(value, place, checksum, left)
             try:
                 reply = yield from ask(request, m.Stored, timeout_s=timeout_s)
             except KVStoreError as error:
                 return self._not_stored(shard, request, error)
             if reply.outcome is not PutOutcome.STORED:
                 yield from work(SLOW)  # a node is told, and perhaps connected to first
-            return self._stored(shard, place, request, reply, asked_s)
+            return self._stored(shard, place, request, reply, since_s)
         finally:
             write.end()
 
@@ -316,39 +314,49 @@ class QuickWrites:
             return False
         return True
 
-    def _store(self, value: _Value, place: ReservedPlace, checksum: int, left: int) -> m.Store:
-        """What tells the master; it asks for further places if none is left."""
+    def _store(
+        self, value: _Value, place: ReservedPlace, checksum: int, left: int
+    ) -> tuple[m.Store, float]:
+        """What tells the master, and since when further places that it names may be open."""
         record, options = self._core.record, value.options
-        following, more = record.next_batch(), []
-        if not left:
-            wanted = min(AHEAD_MAX, max(1, AHEAD_BYTES // place.space))
-            more = [record.next_batch() for _ in range(wanted)]
-        return m.Store(
-            record.name, place.batch, value.key, value.nbytes, checksum, following, more,
-            options.pin, options.pin_s, options.group, record.avoided(),
-            self._places.untold(value.shard),
+        following, wanted = record.next_batch(), NOTHING
+        if left <= 1:
+            count = min(AHEAD_MAX, max(1, AHEAD_BYTES // place.space))
+            number = record.next_batch
+            wanted = self._places.wanted(value.shard, place.space, left, count, number)
+        request = m.Store(
+            record.name, place.batch, value.key, value.nbytes, checksum, following,
+            list(wanted.more), options.pin, options.pin_s, options.group, record.avoided(),
+            self._places.untold(value.shard), list(wanted.soon),
         )  # fmt: skip
+        return request, time.monotonic() if wanted.since_s is None else wanted.since_s
 
     def _not_stored(self, shard: int, request: m.Store, error: KVStoreError) -> PutOutcome:
         """Nothing is known of the places; FAILED if the long way may do, else raise the error."""
-        self._places.abandon(shard, request.batch, request.following, *request.more)
+        self._places.abandon(shard, request.batch, request.following, *request.more,
+                             *request.soon)  # fmt: skip
         if not isinstance(error, MasterRefused):
             raise error
         logger.debug("not stored: %s", error)  # a new master, perhaps, that does not know us
         return PutOutcome.FAILED
 
     def _stored(
-        self, shard: int, place: ReservedPlace, request: m.Store, reply: m.Stored, asked_s: float
+        self, shard: int, place: ReservedPlace, request: m.Store, reply: m.Stored, since_s: float
     ) -> PutOutcome:
         """Take what the master has given, and say what became of the value."""
         record, places, key = self._core.record, self._places, request.key
         if request.abandoned:
             places.told(shard, request.abandoned)
         outcome, unused = reply.outcome, reply.place
+        if request.soon:
+            if outcome is PutOutcome.STORED:
+                places.order(shard, place.space, request.soon, since_s)
+            else:
+                places.abandon(shard, *request.soon)
         if outcome is PutOutcome.STORED and not reply.more:  # as nearly always
             record.count_stored()
             return outcome
-        until_s = asked_s + reply.put_s / 2
+        until_s = since_s + reply.put_s / 2
         if reply.more:
             granted = zip(reply.more, request.more, strict=False)
             places.give(
@@ -386,14 +394,6 @@ class QuickWrites:
         logger.warning("not written to %s: %s", place.where.node, error)
         self._segments.forget(place.where.node)
         self._core.record.shun([place.where.node])
-
-
-def is_plain(options: PutOptions) -> bool:
-    """Tell whether a value can be stored in one request as far as its options go."""
-    if options is DEFAULT:
-        return True
-    unusual = options.chunk_bytes or options.media or options.prefer or options.chain
-    return options.replicas == 1 and not unusual
 
 
 def _space_of(nbytes: int) -> int:

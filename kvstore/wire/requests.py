@@ -213,7 +213,9 @@ class Store(msgspec.Struct, frozen=True, tag="store"):
         checksum: As in `HeldBlocks`.
         following: Number of the place from now on if it was not used.
         more: Numbers of further places of this size that are wanted if it was.
-        pin: As of `Allocate`, like all that follows.
+        pin: As of `Allocate`, like all that follow but the last.
+        soon: Numbers of places of this size that a later `Store` will name in `more`, if this one
+            stores its block: they are opened once the reply is on its way.
     """
 
     client: Incarnation
@@ -228,6 +230,7 @@ class Store(msgspec.Struct, frozen=True, tag="store"):
     group: Label = ""
     avoid: list[str] = []
     abandoned: list[int] = []
+    soon: list[Count] = []
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):

@@ -239,9 +239,11 @@ class MasterMachine(RuleBasedStateMachine):
         following = self.batch + 1
         more = list(range(following + 1, following + 1 + data.draw(st.integers(0, 3))))
         self.batch = following + len(more)
+        soon = list(range(self.batch + 1, self.batch + 1 + data.draw(st.integers(0, 2))))
+        self.batch += len(soon)
         request = m.Store(
             place.client, place.batch, key, place.length, checksum, following, more,
-            m.Pin.HARD if pin else m.Pin.NONE,
+            m.Pin.HARD if pin else m.Pin.NONE, soon=soon,
         )  # fmt: skip
         self.step(m.Observe())
         was_open, there = self.is_open(place), self.step(m.Exists([key])).flags[0]
@@ -267,11 +269,16 @@ class MasterMachine(RuleBasedStateMachine):
         self.granted(place.client, following, place.length, reply.place)
         for number, further in zip(more, reply.more, strict=False):
             self.granted(place.client, number, place.length, further)
+        if data.draw(st.booleans()):  # the server has time for it before the next request
+            self.master.grant_wishes(self.now)
         repeated = self.tell(place.client, request)
         assert repeated.outcome is m.PutOutcome.FAILED
         assert (repeated.place, repeated.more) == (reply.place, reply.more)
         finished = self.tell(place.client, m.Finish(place.client, following, [0]))
         assert finished.stored == [False], "a place without a key is no block"
+        for number in soon:
+            wanted = m.Reserve(place.client, KEYS[0], number, place.length)
+            self.granted(place.client, number, place.length, self.tell(place.client, wanted).place)
 
     @precondition(lambda self: self.places)
     @rule(data=st.data())

@@ -137,16 +137,22 @@ def test_places_are_given_several_at_a_time(stack, monkeypatch, patient):
     pool = Pool(stack)
     warm(pool.store)  # the second of them was stored in the place that was reserved
     requests = Requests(pool.store, monkeypatch)
-    held, wanted, contents = [], [], {}
-    requests.before = lambda request: wanted.append(len(request.more))
+    held, wanted, soon, contents = [], [], [], {}
+
+    def note(request):
+        wanted.append(len(request.more))
+        soon.append(len(request.soon))
+
+    requests.before = note
     for _ in range(9):
         key = secrets.token_bytes(16)
         contents[key] = value()
         assert pool.store.put(key, contents[key]) is STORED
         held.append(pool.master.statistics().open_bytes // SIZE)
     assert requests.take() == ["Store"] * 9
-    assert held == [2, 1, 4, 3, 2, 1, 4, 3, 2]
+    assert held == [2, 5, 4, 3, 2, 5, 4, 3, 2], "more are opened while one is left"
     assert wanted == [0, 0, 4, 0, 0, 0, 4, 0, 0]
+    assert soon == [0, 4, 0, 0, 0, 4, 0, 0, 0]
     requests.before = None
     assert {key: pool.store.get(key) for key in contents} == contents
     key = next(iter(contents))
