@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
 DEFAULT_URL: Final = "http://127.0.0.1:9003"
-UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 
 
 class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
@@ -44,7 +44,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         if isinstance(value, int):
             return value
         text = str(value).strip().lower().removesuffix("b").removesuffix("i")
-        number, unit = (text[:-1], text[-1]) if text and text[-1] in "kmgt" else (text, "")
+        number, unit = (text[:-1], text[-1]) if text and text[-1] in "kmgtp" else (text, "")
         try:
             nbytes = round(float(number) * UNITS[unit])
         except (ValueError, OverflowError):
@@ -272,8 +272,8 @@ def writers(admin: Admin, as_json: bool, dead: str) -> None:
 
 def _parse_quota(text: str) -> tuple[str, int | None]:
     tenant, given, number = text.partition("=")
-    if not given:
-        raise click.UsageError(f"--set {text}: expected TENANT=BYTES")
+    if not given or not tenant:
+        raise click.UsageError(f"--set {text!r}: expected TENANT=BYTES")
     return tenant, None if number == "none" else Bytes().convert(number, None, None)
 
 

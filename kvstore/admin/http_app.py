@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -125,7 +126,8 @@ def _add_probes(app: FastAPI, admin: StoreAdmin, registry: CollectorRegistry) ->
 
 def _add_questions(app: FastAPI, admin: StoreAdmin) -> None:
     @app.get(f"{PREFIX}/status")
-    async def status() -> Response:
+    async def status(request: Request) -> Response:
+        _query(request)
         return _json(await asyncio.to_thread(admin.status))
 
     @app.get(f"{PREFIX}/blocks")
@@ -141,16 +143,18 @@ def _add_questions(app: FastAPI, admin: StoreAdmin) -> None:
         return _json(page)
 
     @app.get(f"{PREFIX}/tenants")
-    async def tenants() -> Response:
+    async def tenants(request: Request) -> Response:
+        _query(request)
         return _json(await asyncio.to_thread(admin.tenants))
 
     @app.get(f"{PREFIX}/writers")
-    async def writers() -> Response:
+    async def writers(request: Request) -> Response:
+        _query(request)
         return _json(await asyncio.to_thread(admin.writers))
 
 
 def _add_orders(app: FastAPI, admin: StoreAdmin) -> None:
-    @app.post(f"{PREFIX}/drains/{{node}}")
+    @app.post(f"{PREFIX}/drains/{{node:path}}")
     async def drain(node: str, request: Request) -> Response:
         wait_s = _seconds(_query(request, "wait_s"), "wait_s")
         order = await _read(request, DrainOrder)
@@ -159,11 +163,11 @@ def _add_orders(app: FastAPI, admin: StoreAdmin) -> None:
         )
         return _json(report)
 
-    @app.delete(f"{PREFIX}/drains/{{node}}")
+    @app.delete(f"{PREFIX}/drains/{{node:path}}")
     async def cancel_drain(node: str) -> Response:
         return _json(await asyncio.to_thread(admin.drain, node, cancel=True))
 
-    @app.post(f"{PREFIX}/writers/{{writer}}/dead")
+    @app.post(f"{PREFIX}/writers/{{writer:path}}/dead")
     async def confirm_dead(writer: str) -> Response:
         await asyncio.to_thread(admin.confirm_dead, writer)
         return _json({"writer": writer})
@@ -173,7 +177,7 @@ def _add_orders(app: FastAPI, admin: StoreAdmin) -> None:
         order = await _read(request, RebalanceOrder)
         return _json(await asyncio.to_thread(admin.rebalance, order.nbytes_max))
 
-    @app.put(f"{PREFIX}/tenants/{{tenant}}/quota")
+    @app.put(f"{PREFIX}/tenants/{{tenant:path}}/quota")
     async def set_quota(tenant: str, request: Request) -> Response:
         order = await _read(request, QuotaOrder)
         await asyncio.to_thread(admin.set_quota, tenant, order.nbytes)
@@ -205,7 +209,13 @@ def _add_verifications(app: FastAPI, jobs: VerifyJobs) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return _error(error.status_code, "http", str(error.detail))
+        problem = str(error.detail)
+        if error.status_code == 404 and problem == HTTPStatus.NOT_FOUND.phrase:
+            problem = f"there is no {request.url.path} here"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            problem = f"{request.url.path} takes {allowed}, not {request.method}"
+        return _error(error.status_code, "http", problem, error.headers)
 
     @app.exception_handler(ValueError)
     async def nonsense(request: Request, error: ValueError) -> Response:
@@ -278,8 +288,11 @@ def _json(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def _error(status: int, kind: str, problem: str) -> Response:
+def _error(
+    status: int, kind: str, problem: str, headers: Mapping[str, str] | None = None
+) -> Response:
     response = _json({"error": {"kind": kind, "problem": problem}}, status)
+    response.headers.update(headers or {})
     if status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response

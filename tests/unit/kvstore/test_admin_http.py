@@ -126,6 +126,11 @@ def test_questions_and_orders(server, master):
         ("DELETE", "/verifications/unknown", None, 404),
         ("GET", "/nowhere", None, 404),
         ("PATCH", "/status", None, 405),
+        ("GET", "/status?colour=red", None, 400),
+        ("GET", "/tenants?colour=red", None, 400),
+        ("GET", "/writers?colour=red", None, 400),
+        ("GET", "/drains/first", None, 405),
+        ("POST", "/blocks", None, 405),
         ("POST", "/drains/unknown", None, 404),
         ("POST", "/drains/first", b'{"fewer": true}', 400),
         ("POST", "/drains/first", b'{"fewer_copies": 1}', 400),
@@ -152,6 +157,26 @@ def test_nonsense_gets_its_error(http, method, path, body, status):
     answer = http.request(method, f"/v1/store{path}", content=body)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["problem"]
+
+
+def test_what_is_not_there_is_named(http, master):
+    answer = http.get("/v1/v1/store/status")
+    assert answer.json()["error"]["problem"] == "there is no /v1/v1/store/status here"
+    answer = http.get("/v1/store/drains/first")
+    assert answer.json()["error"]["problem"] == (
+        f"/v1/store/drains/first takes {answer.headers['allow']}, not GET"
+    )
+    assert set(answer.headers["allow"].split(", ")) <= {"POST", "DELETE"}
+
+
+def test_names_may_have_slashes(server, master):
+    master.drains["a/b"] = [m.Draining(1, 10, 0, 0)]
+    with RemoteAdmin(server.url, token=TOKEN) as admin:
+        admin.set_quota("a/b", 5)
+        assert master.asked[-1] == m.SetQuota("a/b", 5)
+        assert admin.drain("a/b").node == "a/b"
+        admin.confirm_dead("a/b c")
+        assert master.asked[-1] == m.Fence(["a/b c"], dead=True)
 
 
 def test_a_drain_can_be_waited_for(http, master):

@@ -148,7 +148,8 @@ def test_verify_reports_what_is_out_of_reach(store):
 @pytest.mark.parametrize(
     "arguments",
     [("ls", "--limit", "0"), ("ls", "--limit", "x"), ("verify", "--sample", "0"), ("drain",),
-     ("rebalance",), ("rebalance", "much"), ("rebalance", "-1"), ("tenants", "--set", "team"),
+     ("tenants", "--set", "=5"), ("rebalance",),
+     ("rebalance", "much"), ("rebalance", "-1"), ("tenants", "--set", "team"),
      ("verify", "--sample", "nan"), ("drain", "x", "--timeout", "nan"),
      ("drain", "x", "--timeout", "-1"), ("tenants", "--set", "team=much"),
      ("status", "--master", "127.0.0.1:1"), ("paint",)],
