@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.events.chains import link_of
 from moe_runtime.block_fetcher import BlockFetcher, Fetched
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class PooledBlocks:
         self._writer.submit(
             [block.key for block in blocks],
             np.array(pages, dtype=np.int64) * self._page_bytes,
+            links=[link_of(block.tokens, block.parent) for block in blocks],
             release=release,
         )
 

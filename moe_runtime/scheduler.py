@@ -51,11 +51,14 @@ class FetchBlocks:
 class StoreBlock:
     """Write the full block in `page` through to the pool as `key`.
 
-    The page has a holder of its own for this; release it when the bytes were read.
+    The page has a holder of its own for this; release it when the bytes were read. `parent` is the
+    key of the block before it, `tokens` are its own: for subscribers of the pool's events.
     """
 
     key: bytes
     page: int
+    parent: bytes | None = None
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +263,15 @@ class Scheduler:
             parent = keys[-1] if keys else None
             keys.append(self._block_key(parent, request.token_ids[start : start + size]))
 
+    def _store_block(self, request: Request, block: int, key: bytes, page: int) -> StoreBlock:
+        start = block * self._page_tokens
+        return StoreBlock(
+            key=key,
+            page=page,
+            parent=request.block_keys[block - 1] if block else None,
+            tokens=tuple(request.token_ids[start : start + self._page_tokens]),
+        )
+
     def _publish_full_blocks(self, request: Request) -> list[Instruction]:
         """Publish the blocks that `num_computed` has completed, and write new ones through."""
         full = request.num_computed // self._page_tokens
@@ -271,7 +283,7 @@ class Scheduler:
             key, page = request.block_keys[block], request.pages[block]
             if self._pool.publish(page, key) and block * self._page_tokens >= request.num_cached:
                 self._pool.hold(page)
-                instructions.append(StoreBlock(key=key, page=page))
+                instructions.append(self._store_block(request, block, key, page))
         request.num_published = full
         return instructions
 

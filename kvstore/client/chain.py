@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.errors import InvalidValue
-from kvstore.events.chains import TOKEN_TYPE
+from kvstore.events.chains import TOKEN_TYPE, Link
 from kvstore.keys import KEY_BYTES
 
 TOKEN_MAX: Final = (1 << 32) - 1
@@ -36,6 +36,11 @@ class Chain:
             raise InvalidValue(problem=problem)
         if self.parent is not None and len(self.parent) != KEY_BYTES:
             raise InvalidValue(problem=f"a parent is a key of {KEY_BYTES} bytes")
+
+    def links(self, keys: Sequence[bytes]) -> list[Link]:
+        """Return what each of these blocks is. Raises as `tokens`."""
+        tokens = self.tokens(len(keys))
+        return list(map(Link, [self.parent, *keys[:-1]], tokens)) if keys else []
 
     def tokens(self, num_blocks: int) -> list[bytes]:
         """Return the tokens of each block, 4 bytes each.

@@ -16,7 +16,6 @@ import numpy as np
 
 from kvstore.client.block_reader import BlockReader, Copied
 from kvstore.client.block_writer import BlockWriter
-from kvstore.client.chain import Chain
 from kvstore.client.client_record import ClientRecord
 from kvstore.client.locations import Hit
 from kvstore.client.master_access import MasterAccess
@@ -30,6 +29,7 @@ from kvstore.client.tenant import Tenant
 from kvstore.client.timeouts import check_timeout
 from kvstore.client.writing import Writing
 from kvstore.errors import InvalidKey, InvalidValue, MasterUnavailable
+from kvstore.events.chains import Link
 from kvstore.keys import KEY_BYTES
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PutOutcome
@@ -115,7 +115,7 @@ class ClientCore:
         names = self.names(keys)
         check_complete(pieces, len(names))
         if options.chain is not None:
-            yield from self.describe(keys, options.chain, deadline_s)
+            yield from self.describe(keys, options.chain.links(keys), deadline_s)
         if options.chunk_bytes or options.pin is not m.Pin.NONE:
             yield from work(pieces.nbytes)  # its checksums
         if not options.chunk_bytes:
@@ -127,21 +127,19 @@ class ClientCore:
         finally:
             self.engine.release(tables)
 
-    def describe(self, keys: Sequence[bytes], chain: Chain, deadline_s: float) -> Steps[None]:
+    def describe(
+        self, keys: Sequence[bytes], links: Sequence[Link], deadline_s: float
+    ) -> Steps[None]:
         """Tell the master what blocks are that are put next, if it has subscribers of events.
 
         A master that does not answer is no error: then its events name no parents and tokens.
-
-        Raises:
-            InvalidValue: The chain has too few tokens, or what is none.
         """
-        tokens = chain.tokens(len(keys))
         if not keys or time.monotonic() < self._unheard_until_s:
             return
-        names = self.names(keys)
-        first = [] if chain.parent is None else self.tenant.salted([chain.parent])
-        parents = [*(first or [b""]), *names[:-1]]
-        request = m.Describe(self.record.name, names, parents, tokens)
+        salted = iter(self.names([link.parent for link in links if link.parent is not None]))
+        parents = [b"" if link.parent is None else next(salted) for link in links]
+        tokens = [link.tokens for link in links]
+        request = m.Describe(self.record.name, self.names(keys), parents, tokens)
         try:
             done = yield from self.master.ask(request, m.Done, timeout_s=self.left(deadline_s))
         except MasterUnavailable as error:

@@ -41,6 +41,7 @@ from transfer import TransferError
 
 if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
+    from kvstore.events.chains import Link
     from kvstore.node.store_node import StoreNode
     from transfer import Region, TransferEngine
 
@@ -293,6 +294,15 @@ class StoreClient:
         lengths = np.broadcast_to(np.asarray(nbytes_each, dtype=np.int64), (len(keys),))
         pieces = Pieces.of_blocks(region, offsets, lengths)
         return self.put_pieces(keys, pieces, options, timeout_s=timeout_s)
+
+    def describe(
+        self, keys: Sequence[bytes], links: Sequence[Link], *, timeout_s: float | None = None
+    ) -> None:
+        """Say what blocks are that are put next; `PutOptions.chain` says it of one chain.
+
+        A master that is away, or without subscribers of events, is no error.
+        """
+        self.driver.run(self.core.describe(keys, links, self.core.deadline(timeout_s)))
 
     def put_pieces(
         self,

@@ -28,6 +28,7 @@ from transfer import TransferError
 
 if TYPE_CHECKING:
     from kvstore.client.store_client import StoreClient
+    from kvstore.events.chains import Link, Links
     from transfer import Region
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class _Submission:
     keys: list[bytes]
     offsets: list[int]
     release: Callable[[], None]
+    links: list[Link]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +109,14 @@ class WriteThrough:
         keys: Sequence[bytes],
         offsets: Sequence[int] | npt.NDArray[np.int64],
         *,
+        links: Sequence[Link] = (),
         release: Callable[[], None] = lambda: None,
     ) -> int:
         """Queue blocks to be stored. Never blocks.
 
         The leading blocks that fit are taken, the others skipped: a chain without its root is of
-        no use. The bytes must stay as they are until `release` is called, which happens exactly
+        no use. `links`, if there are any, say of each what it is, for subscribers of events. The
+        bytes must stay as they are until `release` is called, which happens exactly
         once, whatever comes: on this thread if nothing was taken, else on the writer's. It must
         be short.
 
@@ -132,7 +136,8 @@ class WriteThrough:
             self._counts["skipped"] += len(keys) - taken
             if taken:
                 self._waiting += taken
-                self._queue.append(_Submission(list(keys[:taken]), places[:taken], release))
+                parts = list(keys[:taken]), places[:taken], release, list(links[:taken])
+                self._queue.append(_Submission(*parts))
                 self._changed.notify_all()
         if not taken:
             release()
@@ -181,9 +186,10 @@ class WriteThrough:
     def _write(self, batch: list[_Submission]) -> None:
         # A key twice in one put would only be in its own way.
         blocks = {k: at for s in batch for k, at in zip(s.keys, s.offsets, strict=True)}
+        links = {k: link for s in batch if s.links for k, link in zip(s.keys, s.links, strict=True)}
         stored = 0
         try:
-            stored = self._put(list(blocks), list(blocks.values()))
+            stored = self._put(list(blocks), list(blocks.values()), links)
         finally:
             size = sum(len(submission.keys) for submission in batch)
             with self._changed:
@@ -191,9 +197,11 @@ class WriteThrough:
                 self._counts["not_stored"] += size - stored
             self._release(batch)
 
-    def _put(self, keys: list[bytes], offsets: list[int]) -> int:
+    def _put(self, keys: list[bytes], offsets: list[int], links: Links) -> int:
         started_s = time.monotonic()
         try:
+            if links:
+                self._client.describe(list(links), list(links.values()))
             outcomes = self._client.put(keys, self._region, offsets, self._block_bytes)
         except (KVStoreError, TransferError) as error:
             if not self._failing:

@@ -39,6 +39,11 @@ class Link:
 Links = Mapping[bytes, Link]
 
 
+def link_of(token_ids: Sequence[int], parent: bytes | None) -> Link:
+    """Return the link of a block with these tokens, each in [0, 2**32)."""
+    return Link(parent, np.asarray(token_ids, dtype=TOKEN_TYPE).tobytes())
+
+
 class Chains:
     """Links of blocks that are there, or expected. Not thread-safe."""
 

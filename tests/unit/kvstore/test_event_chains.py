@@ -13,14 +13,23 @@ import pytest
 import zmq
 
 from configs.kv_events import EventForm, KVEventsConfig
-from kvstore import AsyncStore, Chain, InvalidValue, PutOptions, PutOutcome, prefix_keys
+from kvstore import (
+    AsyncStore,
+    Chain,
+    InvalidValue,
+    PutOptions,
+    PutOutcome,
+    WriteThrough,
+    prefix_keys,
+)
 from kvstore.events import chains
-from kvstore.events.chains import Chains, Link, parents_first, runs_of
+from kvstore.events.chains import Chains, Link, link_of, parents_first, runs_of
 from kvstore.events.event_log import EventFold, EventLog, Medium, Stored, encode_changes
 from kvstore.events.replay import ReplayBuffer
 from kvstore.wire import messages as m
 from tests.support.planned_pool import PlannedPool
 from tests.support.store_pool import Pool
+from transfer import allocate
 
 SPACE = bytes(range(16))
 TOKENS = 16
@@ -207,6 +216,29 @@ def test_asynchronous_puts_tell_too(pool):
     router = Router()
     replayed(pool, router)
     assert router.num_tokens(prompt) == len(prompt)
+
+
+def test_what_is_written_through_is_told(pool, stack):
+    """Chains of several requests, as a rank of the runtime submits them, in one put or several."""
+    client = pool.store.client
+    memory = allocate(64 * 100)
+    stack.callback(memory.close)
+    region = pool.store.register(memory)
+    prompts = [prompt_of(4) for _ in range(6)]
+    with WriteThrough(client, region, block_bytes=100, queue_blocks=64) as writer:
+        for prompt in prompts:
+            keys = keys_of(prompt)
+            links = [
+                link_of(prompt[i * TOKENS : (i + 1) * TOKENS], keys[i - 1] if i else None)
+                for i in range(4)
+            ]
+            assert writer.submit(keys, [0, 100, 200, 300], links=links) == 4
+        assert writer.submit([secrets.token_bytes(16)], [400]) == 1
+        assert writer.flush(60)
+        assert writer.statistics().stored == 25
+    router = Router()
+    replayed(pool, router)
+    assert [router.num_tokens(prompt) for prompt in prompts] == [len(p) for p in prompts]
 
 
 def test_several_masters_each_tell_of_their_blocks(stack):

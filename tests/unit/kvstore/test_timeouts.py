@@ -14,6 +14,7 @@ import torch
 from kvstore import AsyncStore, InvalidValue, Pin, PutOptions, PutOutcome, Store
 from kvstore.client.pieces import Pieces
 from kvstore.client.store_client import StoreClient
+from kvstore.events.chains import Link
 from tests.support.store_pool import Pool
 from transfer import allocate
 
@@ -49,6 +50,7 @@ def of_blocks(hit, region):
         "exists": ([KEY],),
         "put": ([KEY], region, [0], [64]),
         "put_pieces": ([KEY], pieces, PutOptions()),
+        "describe": ([KEY], [Link(None, b"four")]),
         "put_blocks": ([KEY], pieces),
         "set_pin": ([KEY], Pin.SOFT),
         "remove": ([KEY],),

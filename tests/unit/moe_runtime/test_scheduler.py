@@ -69,6 +69,8 @@ class Rank:
                 case FetchBlocks():
                     self.fetches.append(instruction)
                 case StoreBlock():
+                    named = self.machine._block_key(instruction.parent, list(instruction.tokens))
+                    assert instruction.key == named, "what subscribers are told of it"
                     self.stores.append(instruction)
                 case Emit():
                     tokens = self.emitted.setdefault(instruction.request_id, [])
