@@ -23,7 +23,7 @@ setup(
         Extension(
             "kvstore._native",
             ["kvstore/native.c"],
-            depends=["kvstore/compiled/mailbox.c"],
+            depends=sorted(glob("kvstore/compiled/*.c")),
             extra_compile_args=["-O2", "-Wall", "-Wextra"],
             optional=True,
         ),
