@@ -82,7 +82,7 @@ def be_second(board: Board, backend: str, name: str) -> dict[str, Any]:
         if met:
             source = engine.register(torch.full((NBYTES,), 2, dtype=torch.uint8))
             try:
-                engine.write("survivor", source, old, 0, 0, NBYTES, timeout_s=2.0).wait()
+                engine.write("survivor", source, old, 0, 0, NBYTES, timeout_s=SOON_S).wait()
                 told["old key"] = "worked"
             except TransferError as error:
                 told["old key"] = type(error).__name__
@@ -94,7 +94,7 @@ def be_second(board: Board, backend: str, name: str) -> dict[str, Any]:
 
 def survive(board: Board, backend: str, name: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    with new_engine(backend, name="survivor", handshake_timeout_s=2.0) as engine:
+    with new_engine(backend, name="survivor", handshake_timeout_s=SOON_S) as engine:
         address, first_key = board.read("first", timeout_s=SOON_S)
         engine.connect(address)
         window = engine.register(allocate(NBYTES))
@@ -116,7 +116,7 @@ def survive(board: Board, backend: str, name: str) -> dict[str, Any]:
         source = engine.register(torch.full((NBYTES,), 3, dtype=torch.uint8))
         told["old key"] = outcome(
             lambda: engine.write(
-                FIRST, source, RegionKey.decode(first_key), 0, 0, NBYTES, timeout_s=2.0
+                FIRST, source, RegionKey.decode(first_key), 0, 0, NBYTES, timeout_s=SOON_S
             ).wait()
         )
         told["old immediates"] = outcome(lambda: engine.expect({(FIRST, 7): 1}, timeout_s=0.2))
@@ -228,10 +228,12 @@ def stranger(answer: bytes | None) -> Iterator[str]:
 @both_backends
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 5000])
 def test_another_program_at_the_address(backend: str, answer: bytes | None) -> None:
-    with stranger(answer) as address, new_engine(backend, handshake_timeout_s=0.5) as engine:
+    # Only who never answers is found by the deadline.
+    patience_s = 0.5 if answer is None else SOON_S
+    with stranger(answer) as address, new_engine(backend) as engine:
         started = time.monotonic()
         with pytest.raises(PeerUnreachable if answer is None else HandshakeRefused):
-            engine.connect(address)
+            engine.connect(address, timeout_s=patience_s)
         assert time.monotonic() - started < SOON_S / 2
         assert engine.peers() == ()
         with new_engine(backend) as other:
