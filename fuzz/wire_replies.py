@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transfer.errors import ProtocolViolation
-from transfer.wire import REPLY, SLICE_BYTES, Reply, Status, parse_reply
+from transfer.wire import PAYLOAD_BYTES_MAX, REPLY, Reply, Status, parse_reply
 
 
 def seeds() -> list[bytes]:
@@ -22,5 +22,5 @@ def run(data: bytes) -> None:
         reply = parse_reply(header)
     except ProtocolViolation:
         return
-    assert reply.nbytes <= SLICE_BYTES
+    assert reply.nbytes <= PAYLOAD_BYTES_MAX
     assert reply.encode() == header

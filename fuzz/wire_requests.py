@@ -9,8 +9,8 @@ import numpy as np
 from transfer.errors import ProtocolViolation
 from transfer.pieces import out_of_bounds
 from transfer.wire import (
+    PAYLOAD_BYTES_MAX,
     REQUEST,
-    SLICE_BYTES,
     SLICE_PIECES,
     Request,
     RequestKind,
@@ -38,7 +38,7 @@ def run(data: bytes) -> None:
         return
     try:
         request = parse_request(data[: REQUEST.size])
-        assert request.nbytes <= SLICE_BYTES
+        assert request.nbytes <= PAYLOAD_BYTES_MAX
         assert request.num_pieces <= SLICE_PIECES
         table = data[REQUEST.size : REQUEST.size + 16 * request.num_pieces]
         if len(table) < 16 * request.num_pieces:

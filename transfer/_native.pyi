@@ -180,6 +180,7 @@ class ShortWay:
         copied: type[MappedCopy],
         priorities: tuple[Priority, ...],
         nbytes_max: int,
+        slice_bytes: int,
         urgent_bytes_max: int,
     ) -> None: ...
     def post(

@@ -16,6 +16,7 @@
 #include <assert.h>
 #include <endian.h>
 #include <errno.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>

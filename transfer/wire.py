@@ -24,6 +24,8 @@ from transfer.memory.region import TOKEN_BYTES
 from transfer.pieces import Ints
 
 SLICE_BYTES: Final = 4 << 20
+# What goes the short way over a fast rail is not cut into slices.
+PAYLOAD_BYTES_MAX: Final = 16 << 20
 SLICE_PIECES: Final = 1024
 SLICES_MAX: Final = 1 << 24
 # How many transfers the owner remembers from the oldest unfinished one on.
@@ -121,7 +123,11 @@ def parse_request(data: bytes) -> Request:
         raise ProtocolViolation(f"request: magic {magic:#x}, kind {kind}, flags {flags:#x}")
     if not slice_idx < num_slices <= SLICES_MAX:
         raise ProtocolViolation(f"request: slice {slice_idx} of {num_slices}")
-    if num_pieces > SLICE_PIECES or nbytes > SLICE_BYTES or (num_pieces == 0) != (nbytes == 0):
+    if (
+        num_pieces > SLICE_PIECES
+        or nbytes > PAYLOAD_BYTES_MAX
+        or (num_pieces == 0) != (nbytes == 0)
+    ):
         raise ProtocolViolation(f"request: {num_pieces} pieces of {nbytes} bytes")
     if oldest > transfer_id:
         raise ProtocolViolation(f"request: transfer {transfer_id}, oldest {oldest}")
@@ -148,7 +154,7 @@ def parse_reply(data: bytes) -> Reply:
     magic, status, reserved, slice_idx, transfer_id, nbytes = REPLY.unpack(data)
     if magic != MAGIC or reserved or status not in Status._value2member_map_:
         raise ProtocolViolation(f"reply: magic {magic:#x}, status {status}")
-    if nbytes > SLICE_BYTES:
+    if nbytes > PAYLOAD_BYTES_MAX:
         raise ProtocolViolation(f"reply of {nbytes} bytes")
     return Reply(status=Status(status), transfer_id=transfer_id, slice_idx=slice_idx, nbytes=nbytes)
 
@@ -169,8 +175,8 @@ def parse_pieces(data: bytes, nbytes: int) -> tuple[Ints, Ints]:
     """
     table = np.frombuffer(data, dtype="<i8").astype(np.int64).reshape(2, -1)
     offsets, lengths = table
-    # At most 2^10 lengths of at most 2^22 each: the sum cannot overflow.
-    if lengths.size and (int(lengths.min()) <= 0 or int(lengths.max()) > SLICE_BYTES):
+    # At most 2^10 lengths of at most 2^24 each: the sum cannot overflow.
+    if lengths.size and (int(lengths.min()) <= 0 or int(lengths.max()) > PAYLOAD_BYTES_MAX):
         raise ProtocolViolation("pieces: a length is out of range")
     if int(lengths.sum()) != nbytes:
         raise ProtocolViolation(f"pieces of {int(lengths.sum())} bytes, {nbytes} announced")

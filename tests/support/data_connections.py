@@ -14,7 +14,7 @@ from transfer import native
 from transfer.backends.python_lane import PythonLane, python_progress
 from transfer.backends.server import PythonServer
 from transfer.wire import (
-    SLICE_BYTES,
+    PAYLOAD_BYTES_MAX,
     SLICE_PIECES,
     SLICES_MAX,
     Request,
@@ -30,7 +30,7 @@ SOON_S = 20.0
 
 def make_server(kind: str) -> Any:
     make = PythonServer if kind == "python" else native.compiled.Server
-    return make(SLICE_BYTES, SLICE_PIECES, SLICES_MAX)
+    return make(PAYLOAD_BYTES_MAX, SLICE_PIECES, SLICES_MAX)
 
 
 def make_lane(kind: str, sock: socket.socket) -> Any:

@@ -22,7 +22,7 @@ from transfer.backends.served import CLOSED, Offered, ServedConnection, ServedPe
 from transfer.connections.stream import Stream
 from transfer.errors import ProtocolViolation
 from transfer.memory.region import Access
-from transfer.wire import SLICE_BYTES, SLICE_PIECES, SLICES_MAX, Request, Status
+from transfer.wire import PAYLOAD_BYTES_MAX, SLICE_PIECES, SLICES_MAX, Request, Status
 
 # Kind (`IMMEDIATE`, `CLOSED`, `MAP`), peer, connection, and: the immediate; evidence and whether
 # it was nonsense; transfer, slice and token of a map request.
@@ -285,4 +285,4 @@ def make_server(*, encrypted: bool = False) -> ServerLike:
     kind: Callable[[int, int, int], ServerLike] = (
         PythonServer if encrypted or native.compiled is None else native.compiled.Server
     )
-    return kind(SLICE_BYTES, SLICE_PIECES, SLICES_MAX)
+    return kind(PAYLOAD_BYTES_MAX, SLICE_PIECES, SLICES_MAX)

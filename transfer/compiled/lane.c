@@ -162,10 +162,10 @@ static void parse_replies(Lane *lane, Finished *finished)
     }
 }
 
-/* Receive until the socket is empty, or a turn's bytes have come. */
-static void receive_replies(Lane *lane, Finished *finished)
+/* Receive until the socket is empty, or a turn's bytes have come. Returns whether any have. */
+static bool receive_replies(Lane *lane, Finished *finished)
 {
-    bool courteous = gives_way(lane);
+    bool courteous = gives_way(lane), any = false;
     size_t step = step_of(courteous), budget = (courteous ? 1 : 4) * step;
     int outcome = MORE;
     while (outcome == MORE && budget && !lane->evidence[0]) {
@@ -177,10 +177,19 @@ static void receive_replies(Lane *lane, Finished *finished)
         else if (outcome == FAILED)
             break_lane(lane, "receive failed", errno);
         budget -= received < budget ? received : budget;
+        any |= received > 0;
         if (courteous)
             spend_turn(received);
         parse_replies(lane, finished);
     }
+    return any;
+}
+
+/* Whoever waits next, here or in an epoll: for no more than is still to come. */
+static void expect_rest(Lane *lane)
+{
+    size_t remaining = lane->landing ? lane->first->in.nbytes : 0;
+    set_low_water(&lane->input, bytes_to_sleep_for(&lane->looks, &lane->input, remaining));
 }
 
 /* Move what can be moved both ways, without waiting. */
@@ -191,9 +200,8 @@ static void move_lane(Lane *lane, int events, Finished *finished)
         if (events & POLLOUT)
             send_jobs(lane);
         if (events & ~POLLOUT) {
-            receive_replies(lane, finished);
-            /* Whoever waits next, here or in an epoll: for no more than is still to come. */
-            set_low_water(&lane->input, lane->landing ? lane->first->in.nbytes : 0);
+            (void)receive_replies(lane, finished);
+            expect_rest(lane);
         }
     }
     pthread_mutex_unlock(&lane->mutex);
@@ -256,6 +264,7 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     socklen_t size = sizeof domain;
     (void)getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size);
     lane->local = domain == AF_UNIX;
+    lane->input.within_host = is_within_host(fd);
     return (PyObject *)lane;
 }
 

@@ -6,6 +6,10 @@
  */
 
 #define LOOK_NS 50000
+/* Requests and answers of no more bytes are looked for wherever they come from. Within a host those
+ * with a payload are too, and its parts as it comes: each sleep in it would cost both sides a wake-up,
+ * and while it comes there is hardly anything to look for in vain. */
+#define LOOK_BYTES_MAX (64 << 10)
 #define LOOKS_LEFT_OUT_MAX 1023
 #define WANTED_NS 3000 /* a core that is offered for longer was wanted */
 #define WANTED_LEFT_OUT_MAX 15
@@ -42,6 +46,12 @@ static bool is_core_wanted(void)
     int64_t begin = now_ns();
     sched_yield();
     return now_ns() - begin > WANTED_NS;
+}
+
+/* How many bytes of a payload should be there before its receiver wakes up. */
+static size_t bytes_to_sleep_for(Looks *looks, const Input *input, size_t remaining)
+{
+    return remaining && input->within_host && shares_core(looks, input->fd) ? 0 : remaining;
 }
 
 /* Whether it is worth a try. */

@@ -11,6 +11,7 @@
 /* As in `spray.py` and `bulk.py`. */
 #define COST_BYTES_MIN 4096
 #define PREFERENCE_FACTOR 2.0
+#define SLICE_S 2e-3
 #define URGENT_MEMORY_S 0.02
 /* So long a waiting thread leads a lane before it looks whether its transfer has moved away. */
 #define DRIVE_NS 20000000

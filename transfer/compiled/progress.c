@@ -1,33 +1,48 @@
 /* Sleeping until a lane is ready, and moving the bytes of several. */
 
 #define LANES_MAX 64
-#define LOOK_BYTES_MAX (64 << 10)
 
-/* Whether a lane waits for nothing but a small answer, and looking for it has paid lately. `yields`:
- * the other side may need this core for it. */
+/* Whether a lane waits for nothing but an answer that looking for may save a sleep, and has lately.
+ * `yields`: the other side may need this core for it. */
 static bool may_look_for_answer(Lane *lane, bool *yields)
 {
     pthread_mutex_lock(&lane->mutex);
-    bool may = !lane->closed && lane->first && !lane->sending && !lane->landing &&
-               lane->first->expected <= LOOK_BYTES_MAX && may_look(&lane->looks);
-    *yields = may && shares_core(&lane->looks, lane->input.fd);
+    bool may = !lane->closed && lane->first && !lane->sending;
+    bool small = may && lane->first->expected <= LOOK_BYTES_MAX;
+    if (may && !small)
+        may = lane->input.within_host && !gives_way(lane) &&
+              !shares_core(&lane->looks, lane->input.fd);
+    may = may && may_look(&lane->looks);
+    *yields = may && small && shares_core(&lane->looks, lane->input.fd);
     pthread_mutex_unlock(&lane->mutex);
     return may;
 }
 
-/* Look for an answer. Returns whether it came, or the lane broke. */
+/* Take what is there. Returns whether anything was. */
+static bool take_answer(Lane *lane, Finished *finished)
+{
+    pthread_mutex_lock(&lane->mutex);
+    bool any = !lane->closed && receive_replies(lane, finished);
+    pthread_mutex_unlock(&lane->mutex);
+    return any;
+}
+
+/* Look for an answer, until nothing of it comes. Returns whether all of it came, or the lane broke. */
 static bool look_for_answer(Lane *lane, bool yields, Finished *finished)
 {
     int64_t end = now_ns() + LOOK_NS;
     bool over;
     do {
-        move_lane(lane, POLLIN, finished);
+        if (take_answer(lane, finished))
+            end = now_ns() + LOOK_NS;
         over = finished->first || lane->evidence[0];
         if (!over && yields)
             sched_yield();
     } while (!over && now_ns() < end);
     pthread_mutex_lock(&lane->mutex);
     note_look(&lane->looks, over, end);
+    if (!lane->closed)
+        expect_rest(lane);
     pthread_mutex_unlock(&lane->mutex);
     return over;
 }

@@ -310,11 +310,19 @@ static const char *advance(Server *server, Connection *connection, bool *waiting
     return problem;
 }
 
+/* How much one turn of bulk may move. */
+static size_t turn_bytes(const Server *server)
+{
+    int64_t quiet = now_ns() - server->small_at;
+    if (quiet <= SMALL_MEMORY_NS)
+        return SMALL_STEP_BYTES;
+    return quiet <= SMALL_GONE_NS ? SERVER_STEP_BYTES : STEP_BYTES;
+}
+
 /* Serve a connection until it has nothing to do, or its turn's bytes are moved. */
 static const char *serve(Server *server, Connection *connection)
 {
-    bool is_alone = now_ns() - server->small_at > SMALL_MEMORY_NS;
-    size_t step = is_alone ? SERVER_STEP_BYTES : SMALL_STEP_BYTES, budget = step;
+    size_t step = turn_bytes(server), budget = step;
     for (;;) {
         bool waiting;
         const char *problem = advance(server, connection, &waiting);
@@ -340,10 +348,30 @@ static const char *serve(Server *server, Connection *connection)
     }
 }
 
+/* Whether it is worth looking for a connection's next bytes. A payload is not looked for beside
+ * small requests: they may be somebody's who needs this core. */
+static bool is_looked_for(const Server *server, const Connection *connection)
+{
+    return connection->request.nbytes <= LOOK_BYTES_MAX ||
+           (connection->input.within_host && now_ns() - server->small_at > SMALL_MEMORY_NS);
+}
+
+/* Before a sleep: what should be there before it ends. */
+static void expect_landing(Connection *connection)
+{
+    size_t remaining = connection->stage == LANDING ? connection->places.nbytes : 0;
+    set_low_water(&connection->input,
+                  bytes_to_sleep_for(&connection->looks, &connection->input, remaining));
+}
+
 static void update_interest(Server *server, Connection *connection)
 {
-    set_low_water(&connection->input,
-                  connection->stage == LANDING ? connection->places.nbytes : 0);
+    Input *input = &connection->input;
+    bool lands = connection->stage == LANDING;
+    /* What is looked for first sleeps later; but never for more than is to come. */
+    if (!lands || !is_looked_for(server, connection) ||
+        (size_t)input->low_water > connection->places.nbytes)
+        expect_landing(connection);
     uint32_t wanted = has_output(connection) ? EPOLLOUT : EPOLLIN;
     if (connection->stage == ASKING)
         wanted = 0;
@@ -380,19 +408,36 @@ static void lock_between_turns(Server *server)
     pthread_mutex_unlock(&server->gate);
 }
 
-/* Sleep until a connection is ready. Whoever sent something small does so again as soon as it has
+/* Look for what comes next. Returns as epoll_wait does. */
+static int look_for_next(Server *server, struct epoll_event *events)
+{
+    if (shares_core(&server->looks, server->looked_fd) || !may_look(&server->looks))
+        return 0;
+    int n;
+    int64_t end = now_ns() + LOOK_NS;
+    do
+        n = epoll_wait(server->epoll, events, EVENTS_MAX, 0);
+    while (!n && now_ns() < end);
+    note_look(&server->looks, n > 0, end);
+    return n;
+}
+
+/* Sleep until a connection is ready. Whoever sent something short does so again as soon as it has
  * the answer, most likely: so it is looked for first, unless that one needs this core for it. */
 static int await_ready(Server *server, struct epoll_event *events, int timeout_ms)
 {
     int n = 0;
-    if (server->served_small && timeout_ms && !shares_core(&server->looks, server->small_fd) &&
-        may_look(&server->looks)) {
-        int64_t end = now_ns() + LOOK_NS;
-        do
-            n = epoll_wait(server->epoll, events, EVENTS_MAX, 0);
-        while (!n && now_ns() < end);
-        note_look(&server->looks, n > 0, end);
+    if (server->looked_for && timeout_ms) {
+        n = look_for_next(server, events);
+        if (!n) {
+            lock_between_turns(server);
+            Connection *connection = find_connection(server, server->looked_for);
+            if (connection)
+                expect_landing(connection);
+            pthread_mutex_unlock(&server->mutex);
+        }
     }
+    server->looked_for = 0;
     server->served_small = false;
     return n ? n : epoll_wait(server->epoll, events, EVENTS_MAX, timeout_ms);
 }
@@ -421,7 +466,8 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
         if (connection && connection->request.nbytes <= SMALL_BYTES) {
             server->small_at = now_ns();
             server->served_small = true;
-            server->small_fd = connection->input.fd;
+            server->looked_for = connection->id;
+            server->looked_fd = connection->input.fd;
             serve_ready(server, connection, events[i].events);
         } else if (connection && connection->turn < waits_since) {
             waits_since = connection->turn;
@@ -438,6 +484,10 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
     Connection *connection = find_connection(server, bulk->data.u64);
     if (connection) {
         connection->turn = ++server->num_turns;
+        if (!server->served_small && is_looked_for(server, connection)) {
+            server->looked_for = connection->id;
+            server->looked_fd = connection->input.fd;
+        }
         serve_ready(server, connection, bulk->events);
     }
     pthread_mutex_unlock(&server->mutex);

@@ -67,6 +67,7 @@ typedef struct Connection {
     uint8_t acks[ACK_BYTES];
     size_t acks_start, acks_end;
     Input input;
+    Looks looks; /* not for looking: for whether the other side shares a core */
 } Connection;
 
 enum { IMMEDIATE_EVENT, CLOSED_EVENT, MAP_EVENT };
@@ -89,8 +90,11 @@ typedef struct {
     uint32_t slice_pieces_max, slices_max;
     uint64_t num_turns; /* of connections that carry bulk */
     int64_t small_at;   /* when a small request was served last */
-    bool served_small;  /* in the last turn, over `small_fd`; `run`'s own, as are its looks */
-    int small_fd;
+    /* `run`'s own: whether a small request was served in the last turn, which connection's next bytes
+     * are looked for (0 = none's), and its descriptor. */
+    bool served_small;
+    uint64_t looked_for;
+    int looked_fd;
     Looks looks;
     Offer *offers[OFFER_BUCKETS];
     Peer *peers;

@@ -172,6 +172,7 @@ static PyObject *server_attach(Server *server, PyObject *args)
         return PyErr_NoMemory();
     }
     connection->input.fd = fd;
+    connection->input.within_host = is_within_host(fd);
     lock_server(server);
     int error = attach(server, connection, peer_id);
     uint64_t id = connection->id;
@@ -317,7 +318,7 @@ static PyObject *server_run(Server *server, PyObject *number)
         pthread_mutex_unlock(&server->mutex);
         /* What came is somebody's of this process, who needs a core for it. */
         if (told)
-            server->served_small = false;
+            server->looked_for = 0;
         over = left <= 0 || woken;
     }
     Py_END_ALLOW_THREADS

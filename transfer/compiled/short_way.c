@@ -15,7 +15,7 @@ typedef struct {
     PyObject *priorities; /* tuple, the most urgent first: ACTIVATIONS, KV_GET, KV_PUT, ... */
     PyObject *on_post; /* called at the next post, and forgotten */
     double timeout_s;
-    long long nbytes_max, urgent_bytes_max;
+    long long nbytes_max, slice_bytes, urgent_bytes_max;
     Counts sent, copied;
 } ShortWay;
 
@@ -57,12 +57,13 @@ static void short_way_dealloc(ShortWay *way)
 static PyObject *short_way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"region",     "key",        "made",             "copied",
-                               "priorities", "nbytes_max", "urgent_bytes_max", NULL};
+                               "priorities", "nbytes_max", "slice_bytes", "urgent_bytes_max", NULL};
     PyObject *region, *key, *made, *copied, *priorities;
-    long long nbytes_max, urgent_bytes_max;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!O!LL:ShortWay", keywords, &PyType_Type,
+    long long nbytes_max, slice_bytes, urgent_bytes_max;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!O!LLL:ShortWay", keywords, &PyType_Type,
                                      &region, &PyType_Type, &key, &PyType_Type, &made,
-                                     &PyType_Type, &copied, &PyTuple_Type, &priorities, &nbytes_max, &urgent_bytes_max))
+                                     &PyType_Type, &copied, &PyTuple_Type, &priorities, &nbytes_max,
+                                     &slice_bytes, &urgent_bytes_max))
         return NULL;
     if (PyTuple_GET_SIZE(priorities) != PRIORITIES ||
         !PyType_IsSubtype((PyTypeObject *)made, &message_type) ||
@@ -80,6 +81,7 @@ static PyObject *short_way_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     way->copied_type = (PyTypeObject *)Py_NewRef(copied);
     way->priorities = Py_NewRef(priorities);
     way->nbytes_max = nbytes_max;
+    way->slice_bytes = slice_bytes;
     way->urgent_bytes_max = urgent_bytes_max;
     way->timeout_s = 30.0;
     way->peers = PyDict_New();
@@ -249,6 +251,16 @@ static bool bulk_fits(const Books *books, const RailLoad *load, long long nbytes
                                       : load->bulk_bytes_max);
 }
 
+/* Whether it may travel as one request. What is larger than a slice may where that takes no longer
+ * than a few slices elsewhere, and nothing urgent is about. */
+static bool is_one_request(const ShortWay *way, const Books *books, const RailLoad *load,
+                           const Wanted *wanted, double now)
+{
+    return wanted->nbytes <= way->slice_bytes ||
+           (!wanted->urgent && load->bandwidth * SLICE_S >= (double)way->slice_bytes &&
+            now - books->urgent_at >= URGENT_MEMORY_S);
+}
+
 /* The least busy lane of its kind; NULL where Python should open one. */
 static Lane *choose_lane(const RailLoad *load, bool urgent)
 {
@@ -404,6 +416,8 @@ static PyObject *short_way_post(ShortWay *way, PyObject *const *args, Py_ssize_t
             goto failed;
     }
     RailLoad *load = books->stopped ? NULL : choose_rail(books, &wanted, tiers);
+    if (load && !is_one_request(way, books, load, &wanted, now))
+        load = NULL;
     Lane *lane = load ? choose_lane(load, wanted.urgent) : NULL;
     if (!lane || (!wanted.urgent && !bulk_fits(books, load, wanted.nbytes, now))) {
         Py_XDECREF(tiers);

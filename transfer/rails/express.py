@@ -20,9 +20,7 @@ from transfer.priority import URGENT_BYTES_MAX, Priority
 from transfer.rails.books import BooksLike
 from transfer.rails.slices import Operation, Slice
 from transfer.statistics import Counts
-from transfer.wire import SLICE_BYTES, RequestKind
-
-EXPRESS_BYTES_MAX: Final = SLICE_BYTES
+from transfer.wire import PAYLOAD_BYTES_MAX, SLICE_BYTES, RequestKind
 
 
 class Express(native.Message, Transfer):
@@ -153,7 +151,8 @@ def make_short_way() -> ShortWayLike:
         made=Express,
         copied=Copied,
         priorities=tuple(Priority),
-        nbytes_max=EXPRESS_BYTES_MAX,
+        nbytes_max=PAYLOAD_BYTES_MAX,
+        slice_bytes=SLICE_BYTES,
         urgent_bytes_max=URGENT_BYTES_MAX,
     )
     return way

@@ -19,7 +19,7 @@ from transfer import native
 from transfer.backends.served import MAP
 from transfer.backends.server import PythonServer
 from transfer.wire import (
-    SLICE_BYTES,
+    PAYLOAD_BYTES_MAX,
     SLICE_PIECES,
     SLICES_MAX,
     Request,
@@ -29,7 +29,7 @@ from transfer.wire import (
 )
 
 WINDOW, GUARD = 4096, 4096
-LIMITS = (SLICE_BYTES, SLICE_PIECES, SLICES_MAX)
+LIMITS = (PAYLOAD_BYTES_MAX, SLICE_PIECES, SLICES_MAX)
 NAME = "peer"
 TOKENS = {right: bytes([right]) * 16 for right in (1, 2, 3)}
 FOREIGN, UNKNOWN = b"f" * 16, b"u" * 16

@@ -17,9 +17,9 @@ from transfer.control import _parse_failure
 from transfer.errors import ControlError, ProtocolViolation
 from transfer.memory.region import TOKEN_BYTES, RegionKey
 from transfer.wire import (
+    PAYLOAD_BYTES_MAX,
     REPLY,
     REQUEST,
-    SLICE_BYTES,
     SLICE_PIECES,
     SLICES_MAX,
     ControlKind,
@@ -51,7 +51,7 @@ def requests(draw: Any) -> Request:
         slice_idx=draw(st.integers(0, num_slices - 1)),
         num_slices=num_slices,
         num_pieces=num_pieces,
-        nbytes=draw(st.integers(1, SLICE_BYTES)) if num_pieces else 0,
+        nbytes=draw(st.integers(1, PAYLOAD_BYTES_MAX)) if num_pieces else 0,
         immediate=draw(st.none() | U32),
         token=draw(st.binary(min_size=TOKEN_BYTES, max_size=TOKEN_BYTES)),
     )
@@ -63,7 +63,7 @@ def test_requests_come_back(request: Request) -> None:
 
 
 @given(
-    st.sampled_from(Status), U64, U32, st.integers(0, SLICE_BYTES)
+    st.sampled_from(Status), U64, U32, st.integers(0, PAYLOAD_BYTES_MAX)
 )  # fmt: skip
 def test_replies_come_back(status: Status, transfer_id: int, slice_idx: int, nbytes: int) -> None:
     reply = Reply(status=status, transfer_id=transfer_id, slice_idx=slice_idx, nbytes=nbytes)
@@ -80,7 +80,7 @@ def test_no_other_bytes_make_a_request(noise: bytes, request: Request, data: Any
         with contextlib.suppress(ProtocolViolation):
             parsed = parse_request(header)
             assert parsed.slice_idx < parsed.num_slices <= SLICES_MAX
-            assert parsed.nbytes <= SLICE_BYTES
+            assert parsed.nbytes <= PAYLOAD_BYTES_MAX
             assert parsed.num_pieces <= SLICE_PIECES
             assert (parsed.num_pieces == 0) == (parsed.nbytes == 0)
             assert parsed.oldest <= parsed.transfer_id
@@ -91,7 +91,7 @@ def test_no_other_bytes_make_a_reply(noise: bytes) -> None:
     for header in (noise, struct.pack("<H", 0x4D54) + noise[2:]):
         with contextlib.suppress(ProtocolViolation):
             parsed = parse_reply(header)
-            assert parsed.nbytes <= SLICE_BYTES
+            assert parsed.nbytes <= PAYLOAD_BYTES_MAX
             assert parsed.encode() == header
 
 
@@ -106,7 +106,9 @@ def test_tables_of_pieces_come_back(pieces: list[tuple[int, int]]) -> None:
         parse_pieces(encode_pieces(offsets, lengths), int(lengths.sum()) + 1)
 
 
-WORDS = st.sampled_from([0, 1, -1, 2**62, 2**63 - 1, -(2**63), SLICE_BYTES, SLICE_BYTES + 1])
+WORDS = st.sampled_from(
+    [0, 1, -1, 2**62, 2**63 - 1, -(2**63), PAYLOAD_BYTES_MAX, PAYLOAD_BYTES_MAX + 1]
+)
 
 
 @given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=SLICE_PIECES), U64)
@@ -115,7 +117,7 @@ def test_lengths_that_overflow_are_no_table(words: list[tuple[int, int]], nbytes
         *(np.array(column, dtype=np.int64) for column in zip(*words, strict=True))
     )
     lengths = [length for _, length in words]
-    fits = all(0 < n <= SLICE_BYTES for n in lengths)
+    fits = all(0 < n <= PAYLOAD_BYTES_MAX for n in lengths)
     with contextlib.suppress(ProtocolViolation):
         parse_pieces(table, sum(lengths) % 2**64)
         assert fits

@@ -19,12 +19,21 @@ from transfer.errors import AccessRefused, PeerLost, TransferTimeout
 from transfer.handle import Transfer
 from transfer.memory.region import Access, Region, RegionKey
 from transfer.priority import Priority, shares_of
-from transfer.rails.express import EXPRESS_BYTES_MAX, Express, make_short_way
+from transfer.rails.express import Express, make_short_way
 from transfer.rails.rail import RailLink, RailName
 from transfer.rails.requests import OPERATIONS_MAX, Requests
 from transfer.rails.slices import Slice
 from transfer.statistics import Tally
-from transfer.wire import REQUEST, Reply, Request, RequestKind, Status, parse_request
+from transfer.wire import (
+    PAYLOAD_BYTES_MAX,
+    REQUEST,
+    SLICE_BYTES,
+    Reply,
+    Request,
+    RequestKind,
+    Status,
+    parse_request,
+)
 
 pytestmark = [
     pytest.mark.unit,
@@ -440,7 +449,7 @@ def unusual(scene: Scene) -> dict[str, dict[str, object]]:
         "negative": {"ours": -1}, "negative there": {"theirs": -1}, "float": {"ours": 0.0},
         "true": {"ours": True}, "beyond": {"ours": NBYTES - 99}, "beyond there": {"theirs": NBYTES},
         "huge": {"theirs": 1 << 70}, "nothing": {"nbytes": 0}, "backwards": {"nbytes": -5},
-        "large": {"nbytes": EXPRESS_BYTES_MAX + 1}, "immediate": {"immediate": 1 << 32},
+        "large": {"nbytes": PAYLOAD_BYTES_MAX + 1}, "immediate": {"immediate": 1 << 32},
         "text": {"immediate": "7"}, "class": {"priority": 0}, "size": {"nbytes": NBYTES + 1},
     }  # fmt: skip
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import select
+import threading
 import time
 
 import numpy as np
@@ -12,12 +14,15 @@ import pytest
 from tests.support.data_connections import (
     KINDS,
     SOON_S,
+    Rig,
     header,
     make_lane,
     post_one,
     progress,
     tcp_pair,
+    write_bytes,
 )
+from tests.unit.transfer.test_server import read_reply
 from transfer.wire import Reply, RequestKind, Status
 
 pytestmark = pytest.mark.unit
@@ -53,3 +58,66 @@ def test_the_rest_of_a_payload_makes_the_lane_readable(kind: str) -> None:
     epoll.close()
     lane.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_payload_with_pauses_is_looked_for_and_slept_for(kind: str) -> None:
+    """Longer than a look, and shorter: whoever waits takes all of each of several answers."""
+    seed = int.from_bytes(os.urandom(4))
+    print("seed", seed)
+    rng, pauses = np.random.default_rng(seed), random.Random(seed)
+    sizes = [int(n) for n in rng.integers(100 << 10, 3 << 20, 12)]
+    payloads = [rng.integers(0, 256, n, dtype=np.uint8) for n in sizes]
+    ours, theirs = tcp_pair()
+    lane = make_lane(kind, ours)
+
+    def answer() -> None:
+        for number, payload in enumerate(payloads, 1):
+            reply = Reply(status=Status.OK, transfer_id=number, slice_idx=0, nbytes=payload.nbytes)
+            data = reply.encode() + payload.tobytes()
+            while data:
+                step = pauses.randrange(1, 1 << 20)
+                theirs.sendall(data[:step])
+                data = data[step:]
+                time.sleep(pauses.choice((0.0, 1e-5, 3e-3)))
+
+    owner = threading.Thread(target=answer)
+    memories = [np.zeros(n, dtype=np.uint8) for n in sizes]
+    for number, memory in enumerate(memories, 1):
+        head = header(
+            RequestKind.READ, num_pieces=1, nbytes=memory.nbytes, transfer_id=number, oldest=number
+        )
+        assert post_one(lane, number, head, False, memory.ctypes.data, 0, memory.nbytes)
+    owner.start()
+    done: list[tuple] = []
+    deadline = time.monotonic() + SOON_S
+    while len(done) < len(sizes):
+        assert time.monotonic() < deadline, "it sleeps for more than is to come"
+        done += progress(kind, [lane], 1.0)
+    owner.join(SOON_S)
+    assert done == [(number, 0, None) for number in range(1, len(sizes) + 1)]
+    assert all((m == p).all() for m, p in zip(memories, payloads, strict=True))
+    lane.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_owner_lands_writes_that_come_with_pauses(kind: str) -> None:
+    seed = int.from_bytes(os.urandom(4))
+    print("seed", seed)
+    rng, pauses = np.random.default_rng(seed), random.Random(seed)
+    nbytes = 4 << 20
+    owner = Rig(kind, nbytes)
+    sock = owner.connect()
+    for number in range(1, 9):
+        payload = rng.integers(0, 256, int(rng.integers(100 << 10, nbytes)), dtype=np.uint8)
+        data = write_bytes(0, payload.tobytes(), transfer_id=number, oldest=number)
+        while data:
+            step = pauses.randrange(1, 1 << 20)
+            sock.sendall(data[:step])
+            data = data[step:]
+            time.sleep(pauses.choice((0.0, 1e-5, 3e-3)))
+        assert read_reply(sock) is Status.OK
+        assert (owner.memory[: payload.nbytes] == payload).all()
+    sock.close()
+    owner.close()

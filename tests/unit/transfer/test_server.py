@@ -24,6 +24,7 @@ from tests.support.data_connections import (
 from tests.support.waits import eventually
 from transfer.backends.served import CLOSED, IMMEDIATE
 from transfer.wire import (
+    PAYLOAD_BYTES_MAX,
     REPLY,
     SLICE_BYTES,
     SLICE_PIECES,
@@ -194,7 +195,7 @@ HOSTILE = {
     "no slices": header(num_slices=0),
     "many slices": header(num_slices=(1 << 24) + 1),
     "many pieces": header(num_pieces=SLICE_PIECES + 1, nbytes=SLICE_PIECES + 1),
-    "many bytes": header(num_pieces=1, nbytes=SLICE_BYTES + 1),
+    "many bytes": header(num_pieces=1, nbytes=PAYLOAD_BYTES_MAX + 1),
     "bytes of nothing": header(num_pieces=0, nbytes=1),
     "huge": header(num_pieces=1, nbytes=2**64 - 1),
     "older than oldest": header(transfer_id=1, oldest=2),
