@@ -10,7 +10,7 @@ it would have been the long way, and treated as these are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from typing import Protocol
 
 from transfer import native
 from transfer.handle import Transfer

@@ -27,7 +27,6 @@ from transfer.statistics import Tally
 from transfer.wire import (
     PAYLOAD_BYTES_MAX,
     REQUEST,
-    SLICE_BYTES,
     Reply,
     Request,
     RequestKind,

@@ -1,4 +1,4 @@
-"""What is larger than a slice travels as one request where that takes no longer than a slice may."""
+"""What is larger than a slice is one request where that takes no longer than a slice may."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_urgent_or_beside_it_is_cut_into_slices(scene: Scene) -> None:
 
 
 def test_bytes_of_one_request_are_those_of_its_slices() -> None:
-    """Both ways, with two engines: first over a rail that is thought slow, then over a fast one."""
+    """Both ways, between two engines: over a rail that is thought slow, then fast."""
     config, secret = TransferConfig(backend="tcp"), secrets.token_bytes(32)
     one = TransferEngine(config, name=secrets.token_hex(8), secret=secret)
     two = TransferEngine(config, name=secrets.token_hex(8), secret=secret)
