@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Final, Protocol
 
+from transfer.arguments import check_timeout
 from transfer.errors import EngineClosed, TransferError, TransferTimeout
 from transfer.forked import REASON
 
@@ -108,7 +109,10 @@ class Transfer:
             TransferTimeout: not ended in time. If `timeout_s` was shorter than the operation's
                 deadline, the operation goes on.
             PeerLost, AccessRefused, TransferTimeout: how it ended.
+            TypeError, ValueError: `timeout_s` is no time.
         """
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         if not self._finished:
             if timeout_s is None:
                 timeout_s = max(self.deadline - time.monotonic(), 0.0) + GRACE_S

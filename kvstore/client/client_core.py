@@ -26,11 +26,11 @@ from kvstore.client.source import chunked_source, plain_source
 from kvstore.client.staging import Staging
 from kvstore.client.steps import Steps, work
 from kvstore.client.tenant import Tenant
-from kvstore.client.timeouts import check_timeout
 from kvstore.client.writing import Writing
 from kvstore.errors import InvalidKey, InvalidValue, MasterUnavailable
 from kvstore.events.chains import Link
 from kvstore.keys import KEY_BYTES
+from kvstore.timeouts import check_timeout
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PutOutcome
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.timeouts import check_timeout
 from kvstore.errors import KVStoreError, StoreClosed
+from kvstore.timeouts import check_timeout
 from kvstore.wire.messages import PutOutcome
 from transfer import TransferError
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.steps import Steps, pause, work
-from kvstore.client.timeouts import check_timeout
 from kvstore.errors import MasterUnavailable
+from kvstore.timeouts import check_timeout
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PutOutcome
 

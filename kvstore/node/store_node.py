@@ -34,6 +34,7 @@ from kvstore.node.settlement import Heed, Settlement
 from kvstore.node.ssd_segment import MakeSlab
 from kvstore.node.target_keys import TargetKeys
 from kvstore.shards.plan import shard_of
+from kvstore.timeouts import check_timeout
 from kvstore.wire import messages as m
 from kvstore.wire.peer_messages import (
     TO_NODE,
@@ -151,7 +152,8 @@ class StoreNode:
         self.close()
 
     def wait_registered(self, timeout_s: float) -> bool:
-        """Wait until the master knows this node; False at the deadline."""
+        """Wait until the master knows this node; False at the deadline. Raises InvalidValue."""
+        check_timeout(timeout_s)
         return self._registration.wait(timeout_s)
 
     def use_master(self, address: str) -> None:

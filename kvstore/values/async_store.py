@@ -18,7 +18,7 @@ from kvstore.client.locations import Hit
 from kvstore.client.pieces import IntsLike, Pieces
 from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.steps import Steps
-from kvstore.client.timeouts import check_timeout
+from kvstore.timeouts import check_timeout
 from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.names import Name, key_of
 from kvstore.values.store import got

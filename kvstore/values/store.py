@@ -21,8 +21,8 @@ from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.steps import Steps
 from kvstore.client.store_client import NOBODY, StoreClient
 from kvstore.client.tenant import Tenant
-from kvstore.client.timeouts import check_timeout
 from kvstore.keys import block_namespace
+from kvstore.timeouts import check_timeout
 from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.local_memory import LocalMemory
 from kvstore.values.names import Name, key_of

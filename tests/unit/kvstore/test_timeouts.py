@@ -144,3 +144,11 @@ def test_what_is_a_time_is_taken(stack):
         assert store.put(name, b"value", timeout_s=timeout_s) is PutOutcome.STORED
         assert store.get(name, timeout_s=timeout_s) == b"value"
         assert store.exists(name, timeout_s=timeout_s)
+
+
+def test_a_node_is_not_waited_for_without_an_end(stack):
+    node = Pool(stack).nodes[0]
+    for timeout_s in NONSENSE:
+        with pytest.raises(InvalidValue, match="timeout_s must be"):
+            node.wait_registered(timeout_s)
+    assert node.wait_registered(0.0)

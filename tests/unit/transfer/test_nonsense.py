@@ -21,6 +21,7 @@ from transfer import (
     PeerUnknown,
     PeerUnreachable,
     RegionKey,
+    Transfer,
     TransferEngine,
     TransferTimeout,
     allocate,
@@ -176,6 +177,16 @@ def test_a_call_that_makes_no_sense(
     assert len(str(caught.value)) < 500
     assert str(caught.value), "it says what is wrong"
     assert scene.b.statistics().offers == offers
+    scene.check_usable()
+
+
+@pytest.mark.parametrize("timeout_s", TIMEOUTS, ids=repr)
+def test_waiting_for_no_time_is_refused_by_name(scene: Scene, timeout_s: Any) -> None:
+    transfer = write(scene, [0, 32], [3, 5], 17)
+    assert isinstance(transfer, Transfer), "one that has ended in compiled code does not look"
+    with pytest.raises(WRONG, match="timeout_s must be"):
+        transfer.wait(timeout_s)
+    transfer.wait()
     scene.check_usable()
 
 
