@@ -344,7 +344,7 @@ static uint64_t pass(unsigned char *target, const unsigned char *data, size_t nb
     /* The last stripe is another one, and after it nothing is scrambled. */
     size_t count = (nbytes - 1) / STRIPE, done = count * STRIPE;
     Way way = way_of(target, nbytes >= stream_bytes);
-    size_t shared = share_piece(acc, target, data, count / STRIPES_PER_BLOCK, stream_bytes);
+    size_t shared = share_piece(acc, target, data, count / STRIPES_PER_BLOCK, way, stream_bytes);
     stripes(acc, target ? target + shared : NULL, data + shared, count - shared / STRIPE, way, NULL);
     /* Not read back from the target: what went past the caches would have to come from memory. */
     unsigned char last[STRIPE];

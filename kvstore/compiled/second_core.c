@@ -139,18 +139,26 @@ static bool start_partner(void)
     return partner.started;
 }
 
-/* Make the partner this thread's own, if that is worth it and the partner would get a core. */
+/* Make the partner this thread's own, if there may be one and the work is worth it. */
 static bool own_partner(size_t nbytes)
 {
-    int sharing = __atomic_load_n(&partner.sharing, __ATOMIC_RELAXED);
-    if (nbytes < SHARED_BYTES_MIN || sharing == ALONE ||
-        __atomic_load_n(&partner.owned, __ATOMIC_RELAXED) ||
-        (sharing == WHERE_IDLE && !is_core_idle()))
-        return false;
-    return !__atomic_exchange_n(&partner.owned, 1, __ATOMIC_ACQUIRE);
+    return nbytes >= SHARED_BYTES_MIN &&
+           __atomic_load_n(&partner.sharing, __ATOMIC_RELAXED) != ALONE &&
+           !__atomic_exchange_n(&partner.owned, 1, __ATOMIC_ACQUIRE);
 }
 
-/* Tell one's partner of work. Where no thread can be started the owner does it all, in units too. */
+/* Whether one's partner would get a core now. That is asked before unit 0, 2, 6, 14 ...: who has just
+ * answered the owner looks for its next message for a moment, and then the core is idle after all. */
+static bool may_share(size_t unit, size_t *ask_at)
+{
+    if (unit < *ask_at)
+        return false;
+    *ask_at = 2 * unit + 2;
+    int sharing = __atomic_load_n(&partner.sharing, __ATOMIC_RELAXED);
+    return sharing == ALWAYS || (sharing == WHERE_IDLE && is_core_idle());
+}
+
+/* Tell one's partner of work. Where no thread can be started the owner does it all. */
 static void begin_sharing(Work *work)
 {
     pthread_mutex_lock(&partner.mutex);
@@ -237,19 +245,25 @@ static void fold_units(uint64_t acc[8])
 
 /* Do as `stripes` does with whole blocks, together; return their bytes, 0 if that can't be. */
 static size_t share_piece(uint64_t acc[8], unsigned char *target, const unsigned char *data,
-                          size_t blocks, size_t stream_bytes)
+                          size_t blocks, Way way, size_t stream_bytes)
 {
     const struct timespec moment = {.tv_nsec = 20000};
+    size_t unit, ask_at = 0;
+    bool shared = false;
     if (!own_partner((blocks + 1) * BLOCK)) /* the last one is left to the caller */
         return 0;
     piece.work = (Work){.run = run_piece, .units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS};
     piece.target = target;
     piece.data = data;
     piece.blocks = blocks;
-    piece.way = way_of(target, blocks * BLOCK / STREAM_FACTOR >= stream_bytes);
+    piece.way = way;
     memset(piece.ready, 0, sizeof piece.ready);
-    begin_sharing(&piece.work);
-    for (size_t unit; __atomic_load_n(&piece.work.taken, __ATOMIC_RELAXED) < piece.work.units;) {
+    while (__atomic_load_n(&piece.work.taken, __ATOMIC_RELAXED) < piece.work.units) {
+        if (!shared && may_share(piece.work.taken, &ask_at)) {
+            shared = true;
+            piece.way = way_of(target, blocks * BLOCK / STREAM_FACTOR >= stream_bytes);
+            begin_sharing(&piece.work);
+        }
         if (!take_unit(&piece.work, &unit)) {
             nanosleep(&moment, NULL); /* far ahead of a partner that has lost its core */
         } else if (unit == piece.work.folded) {
@@ -260,7 +274,8 @@ static size_t share_piece(uint64_t acc[8], unsigned char *target, const unsigned
         }
         fold_units(acc);
     }
-    withdraw_work();
+    if (shared)
+        withdraw_work();
     fold_units(acc);
     release_partner();
     return blocks * BLOCK;
@@ -291,7 +306,8 @@ static void run_pieces(Work *work, size_t unit)
 /* Copy and sum them, of `nbytes` in all: together, each or all, where there is enough of them. */
 static void sum_pieces(Pieces *all, size_t nbytes, size_t stream_bytes)
 {
-    size_t mean = nbytes / (all->count ? all->count : 1) + 1, unit;
+    size_t mean = nbytes / (all->count ? all->count : 1) + 1, unit, ask_at = 0;
+    bool shared = false;
     all->stream_bytes = stream_bytes;
     if (all->count > 1)
         all->stream_bytes = nbytes >= stream_bytes ? 0 : SIZE_MAX;
@@ -300,13 +316,20 @@ static void sum_pieces(Pieces *all, size_t nbytes, size_t stream_bytes)
         run_pieces(&all->work, 0);
         return;
     }
-    all->stream_bytes = nbytes / STREAM_FACTOR >= stream_bytes ? 0 : SIZE_MAX;
     all->per_unit = UNIT / mean + 1;
     all->work.run = run_pieces;
     all->work.units = all->work.folded = (all->count + all->per_unit - 1) / all->per_unit;
-    begin_sharing(&all->work);
-    while (take_unit(&all->work, &unit))
+    for (;;) {
+        if (!shared && may_share(all->work.taken, &ask_at)) {
+            shared = true;
+            all->stream_bytes = nbytes / STREAM_FACTOR >= stream_bytes ? 0 : SIZE_MAX;
+            begin_sharing(&all->work);
+        }
+        if (!take_unit(&all->work, &unit))
+            break;
         run_pieces(&all->work, unit);
-    withdraw_work();
+    }
+    if (shared)
+        withdraw_work();
     release_partner();
 }
