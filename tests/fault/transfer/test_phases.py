@@ -313,7 +313,7 @@ def test_all_that_moves_bytes_without_the_compiled_parts() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen],
         cwd=ROOT, env={**os.environ, "MOE_RUNTIME_NATIVE": "0"}, capture_output=True, text=True,
-        timeout=110, check=False,
+        timeout=220, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
     assert " passed" in done.stdout

@@ -164,7 +164,7 @@ def _wait_until_stopped(pid: int) -> None:
 def test_a_stopped_server_times_out_and_a_resumed_one_works_again() -> None:
     process = subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    store = TCPStoreMembership("127.0.0.1", int(process.stdout.readline()), timeout_s=1.0)
+    store = TCPStoreMembership("127.0.0.1", int(process.stdout.readline()), timeout_s=3.0)
     try:
         store.compare_and_set(0, FIRST)
         os.kill(process.pid, signal.SIGSTOP)
@@ -172,7 +172,7 @@ def test_a_stopped_server_times_out_and_a_resumed_one_works_again() -> None:
         start = time.monotonic()
         with pytest.raises(StoreUnavailable, match="no answer"):
             store.read()
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 20.0
         os.kill(process.pid, signal.SIGCONT)
         deadline = time.monotonic() + 20.0
         while True:

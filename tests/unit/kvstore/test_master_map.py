@@ -145,7 +145,7 @@ def test_leases_are_joined_and_split():
 
 
 def test_without_one_master_the_keys_of_the_others_go_on(stack):
-    masters = Masters(stack, 2, request_timeout_s=0.5)
+    masters = Masters(stack, 2, request_timeout_s=1.5)
     keys = sorted(fresh_keys(16), key=lambda key: shard_of(key, 2))
     assert masters.put(1, keys) == ["stored"] * 16
     own = sum(shard_of(key, 2) == 0 for key in keys)
