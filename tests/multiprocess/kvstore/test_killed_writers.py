@@ -86,7 +86,7 @@ def test_what_it_stored_is_known_and_what_it_held_comes_back(stack):
 
 
 def test_unless_somebody_says_that_it_is_dead_its_places_are_quarantined(stack):
-    pool = Pool(stack, open_put_s=0.5, heartbeat_s=0.1)
+    pool = Pool(stack, open_put_s=3.0, heartbeat_s=0.1)
     bear_no_witness(pool)
     doomed = Doomed(pool, 5)
     doomed.die()

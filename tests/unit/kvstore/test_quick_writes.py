@@ -185,7 +185,7 @@ def test_a_taken_name_costs_one_request_and_the_next_put_asks_first(stack, monke
 
 def test_what_a_conflict_wrote_is_not_adopted_by_the_next_master(stack, monkeypatch, patient):
     masters = stack.enter_context(ExitStack())
-    pool = Pool(stack, open_put_s=1.0, heartbeat_s=0.1)
+    pool = Pool(stack, open_put_s=3.0, heartbeat_s=0.1)
     key, first, second = secrets.token_bytes(16), value(), value()
     assert pool.store.put(key, first) is STORED
     kept = warm(pool.store)
