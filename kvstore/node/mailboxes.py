@@ -51,6 +51,7 @@ class _Mailbox:
     region: Region
     key: RegionKey
     address: int
+    nbytes: int
     taken: int = 0
     is_broken: bool = False
 
@@ -131,10 +132,12 @@ class Mailboxes:
             self._free(box)
 
     def _make(self, peer: str) -> _Mailbox:
-        memory = allocate(mailbox.MAILBOX_BYTES, huge_pages=False)
+        nbytes = mailbox.MAILBOX_BYTES
+        memory = allocate(nbytes, huge_pages=False)
         region = self._engine.register(memory)
         key = self._engine.offer(region, to=peer, access=Access.READ | Access.WRITE)
-        return _Mailbox(memory=memory, region=region, key=key, address=region.start)
+        address = region.start
+        return _Mailbox(memory=memory, region=region, key=key, address=address, nbytes=nbytes)
 
     def _free(self, box: _Mailbox) -> None:
         self._engine.release(box.region)
@@ -152,7 +155,7 @@ class Mailboxes:
 
     def _close(self, box: _Mailbox) -> None:
         assert copying.compiled is not None
-        copying.compiled.mailbox_close(box.address, mailbox.MAILBOX_BYTES)
+        copying.compiled.mailbox_close(box.address, box.nbytes)
 
     def _take(self, until_ns: int | None) -> None:
         """Take the notes of all mailboxes up to a time, which is before any of them is read.
@@ -167,7 +170,7 @@ class Mailboxes:
                 continue
             try:
                 box.taken, notes = copying.compiled.mailbox_take(
-                    box.address, mailbox.MAILBOX_BYTES, box.taken, until
+                    box.address, box.nbytes, box.taken, until
                 )
             except ValueError as error:
                 logger.warning("mailbox of %s: %s", peer, error)

@@ -263,6 +263,19 @@ def test_what_does_not_fit_is_sent(stack, monkeypatch, still):
     eventually(lambda: {b.key for b in segment.index.blocks()} == set(values), "all are known")
 
 
+def test_a_mailbox_stays_as_large_as_it_was_made(stack, monkeypatch, still):
+    """Whoever comes later may get a larger one: nobody reads behind the end of this one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(mailbox, "MAILBOX_BYTES", 1024)
+        pool = Pool(stack)
+        sent = sent_notes(pool.store, monkeypatch)
+        values = fill(pool.store, 60)
+    assert 0 < len(sent) < 60
+    values |= fill(pool.store, 60)  # around the end of the ring
+    index = pool.nodes[0].segments[0].index
+    eventually(lambda: {b.key for b in index.blocks()} == set(values), "all are known")
+
+
 def test_tcp_clients_send_theirs(stack, monkeypatch, still):
     pool = Pool(stack)
     store = pool.connect(transfer=TransferConfig(backend=TransferBackend.TCP))
@@ -309,21 +322,11 @@ def test_what_is_told_while_another_thread_opens_the_mailbox_says_when(stack, mo
     index = node.segments[0].index
     assert index.at(2 * offset).key == first
     assert index.at(offset).key == last
-    arrived = threading.Event()
-    monkeypatch.setattr(node._mailboxes, "take_sent", after(node._mailboxes.take_sent, arrived.set))
+    take, taken = node._mailboxes.take_sent, []
+    monkeypatch.setattr(node._mailboxes, "take_sent", lambda n: taken.append(take(n)))
     notify(node.name, payload)
-    assert arrived.wait(60)
+    eventually(lambda: taken, "it arrived")
     assert index.at(offset).key == last
-
-
-def after(call, then):
-    """Return a call that does this, and then that."""
-
-    def both(*given):
-        call(*given)
-        then()
-
-    return both
 
 
 @pytest.mark.parametrize("mailbox_bytes", [1024, 64 << 10])
