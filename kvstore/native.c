@@ -577,7 +577,7 @@ PyMODINIT_FUNC PyInit__native(void)
 #endif
     if (pthread_atfork(NULL, NULL, forget_partner))
         return PyErr_NoMemory();
-    (void)is_core_idle(); /* opens what it asks */
+    (void)idle_cores(); /* opens what it asks */
     PyObject *module = PyModule_Create(&definition);
     if (module && PyModule_AddIntConstant(module, "SHORT_BYTES", SHORT_BYTES)) {
         Py_DECREF(module);

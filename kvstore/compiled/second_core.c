@@ -11,10 +11,10 @@
  */
 
 #include <fcntl.h>
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #define UNIT_BLOCKS 128
@@ -25,6 +25,7 @@
  * the cache: only what is longer by so much goes past it. */
 #define STREAM_FACTOR 8
 #define PARTNER_STACK (256 << 10)
+#define UNITS_BETWEEN_LOOKS 16 /* of the partner, whether it takes a core from somebody */
 #define LEAVE_LOOKS 4096 /* for a partner in its last unit, before the owner sleeps */
 
 /* Work in units. `taken` and `folded` are counted up atomically; `folded` by the owner alone. */
@@ -64,22 +65,22 @@ static int threads_running(int file)
     return sscanf(text, "%*u.%*u %*u.%*u %*u.%*u %d/", &running) == 1 ? running : -1;
 }
 
-/* Whether this thread may use more cores than threads want to run on the whole machine. */
-static bool is_core_idle(void)
+/* How many more cores this thread may use than threads want to run on the whole machine. */
+static int idle_cores(void)
 {
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed))
-        return false; /* more cores than the set has room for: not worth another way to ask */
+        return INT_MIN; /* more cores than the set has room for: not worth another way to ask */
     int running, cores = CPU_COUNT(&allowed);
     if (cores < 2)
-        return false;
+        return INT_MIN;
     int file = __atomic_load_n(&load_file, __ATOMIC_RELAXED);
     if ((running = threads_running(file)) < 0) { /* somebody has closed what is not his: once more */
         file = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
         __atomic_store_n(&load_file, file, __ATOMIC_RELAXED);
         running = threads_running(file);
     }
-    return running >= 0 && running < cores;
+    return running < 0 ? INT_MIN : cores - running;
 }
 
 /* Take a unit; false if there is none, or none yet. */
@@ -96,6 +97,13 @@ static bool take_unit(Work *work, size_t *unit)
     return true;
 }
 
+/* Whether the partner goes on after so many units: not where somebody else wants its core by now. */
+static bool may_go_on(size_t units)
+{
+    return units % UNITS_BETWEEN_LOOKS || idle_cores() >= 0 ||
+           __atomic_load_n(&partner.sharing, __ATOMIC_RELAXED) == ALWAYS;
+}
+
 static void *partner_main(void *nothing)
 {
     uint64_t last = 0;
@@ -108,9 +116,12 @@ static void *partner_main(void *nothing)
         last = partner.number;
         __atomic_store_n(&partner.inside, true, __ATOMIC_RELAXED);
         pthread_mutex_unlock(&partner.mutex);
-        for (size_t unit; take_unit(work, &unit);) {
+        size_t unit, units = 0;
+        while (take_unit(work, &unit)) {
             work->run(work, unit);
             __atomic_add_fetch(&partner.seen, 1, __ATOMIC_RELAXED);
+            if (!may_go_on(++units))
+                break;
         }
         pthread_mutex_lock(&partner.mutex);
         __atomic_store_n(&partner.inside, false, __ATOMIC_RELEASE);
@@ -155,7 +166,7 @@ static bool may_share(size_t unit, size_t *ask_at)
         return false;
     *ask_at = 2 * unit + 2;
     int sharing = __atomic_load_n(&partner.sharing, __ATOMIC_RELAXED);
-    return sharing == ALWAYS || (sharing == WHERE_IDLE && is_core_idle());
+    return sharing == ALWAYS || (sharing == WHERE_IDLE && idle_cores() > 0);
 }
 
 /* Tell one's partner of work. Where no thread can be started the owner does it all. */
