@@ -3,12 +3,15 @@
     python -m benchmarks.bench_ssd_tier --directory DIRECTORY-ON-THE-DISK
 
 A client puts and gets blocks of 1 MiB through a store node whose only segment is a file on the
-disk, with a master, checksums and all. `near` is a client in the node's own process, `far` one in
-another process of the same host; each is used by one caller with one batch, or by four at once
-with a few blocks each. Turn by turn the same number of bytes goes to and from a second file of the
-same size in the same folder, by as many threads as the segment has (`depth`): what the disk gives.
-The ratio is taken turn by turn. Nothing passes the page cache. Plain threads need almost no
-processor, the store needs it for checksums and, far, for a copy of what is got (`ssd_tier_cpu`,
+disk, with a master in a process of its own, checksums and all. `near` is a client in the node's
+own process, `far` one in another process of the same host; each is used by one caller with one
+batch, or by four at once with a few blocks each. Turn by turn the same number of bytes goes to and
+from a second file of the same size in the same folder, by as many threads as the segment has
+(`depth`): what the disk gives. Which of the two comes first changes from turn to turn, and the
+ratio is taken turn by turn. Nothing passes the page cache, neither side waits until the disk has
+made its writes durable, and both write where their file has been written before (the first write
+to a place takes the file system twice as long: the turn that warms up). Plain threads need almost
+no processor, the store needs it for checksums and, far, for a copy of what is got (`ssd_tier_cpu`,
 both processes and the master): on a machine whose cores are busy (`load`) the ratio says how
 busy they are.
 With `--deepnvme` the segment's file is read and written by DeepSpeed's handles instead of threads.
@@ -125,6 +128,26 @@ def serve(pipe: Connection, master: str, secret: bytes, config: KVStoreConfig, d
             pipe.send(result)
 
 
+def lead(pipe: Connection, config: KVStoreConfig, secret: bytes) -> None:
+    """The master, in a process of its own: it shares an interpreter with no client."""
+    with MasterServer(config, secret=secret) as master:
+        pipe.send(master.address)
+        while pipe.recv() is not None:
+            pipe.send(time.process_time())
+
+
+def start(stack: ExitStack, target: Callable[..., None], *arguments: object) -> Connection:
+    """Run a function in a process of its own; return the parent's end of its pipe."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments))
+    process.start()
+    stack.callback(process.join)
+    stack.callback(pipe.send, None)
+    assert pipe.poll(WAIT_S)
+    return pipe
+
+
 def remote(pipe: Connection, *request: object) -> float:
     """Seconds that an operation took over there; of "cpu", the processor's so far."""
     pipe.send(request)
@@ -141,38 +164,43 @@ def measure(recorder: Recorder, directory: Path, depth: int, fd: int, deep: bool
     memory = torch.from_numpy(AlignedBuffer(BLOCKS * BLOCK).array)
     memory.numpy()[:] = 7
     view, rng = memoryview(memory.numpy()), np.random.default_rng()
-    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        master = stack.enter_context(MasterServer(config, secret=secret))
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, master.address, secret, config, deep))
-        process.start()
-        stack.callback(process.join)
-        stack.callback(pipe.send, None)
-        assert pipe.poll(WAIT_S)
+        master = start(stack, lead, config, secret)
+        address = master.recv()
+        pipe = start(stack, serve, address, secret, config, deep)
         pipe.recv()
-        far = Side(stack, master.address, secret, config, lends=False)
+        far = Side(stack, address, secret, config, lends=False)
 
-        def turn(side: str, callers: int) -> dict[str, float]:
+        def cpu() -> float:
+            return time.process_time() + remote(pipe, "cpu") + remote(master, "cpu")
+
+        def turn(number: int, side: str, callers: int) -> dict[str, float]:
             keys = [secrets.token_bytes(16) for _ in range(BLOCKS)]
             offsets = (rng.permutation(SEGMENT_BYTES // BLOCK - 1)[:BLOCKS] * BLOCK).tolist()
             found = {}
-            for operation, call in (("put", os.pwritev), ("get", os.preadv)):
+
+            def plain(operation: str, call: Callable[..., int]) -> None:
                 began = time.perf_counter()
                 plainly(call, fd, view, offsets, BLOCK, depth)
                 found[f"raw_{operation}"] = time.perf_counter() - began
-                busy = time.process_time() + remote(pipe, "cpu")
+
+            for operation, call in (("put", os.pwritev), ("get", os.preadv)):
+                if number % 2:
+                    plain(operation, call)
+                busy = cpu()
                 if side == "far":
                     found[operation] = getattr(far, operation)(keys, callers)
                 else:
                     found[operation] = remote(pipe, operation, keys, callers)
-                found[f"cpu_{operation}"] = time.process_time() + remote(pipe, "cpu") - busy
+                found[f"cpu_{operation}"] = cpu() - busy
+                if not number % 2:
+                    plain(operation, call)
             far.client.remove(keys)
             return found
 
         gigabytes = BLOCKS * BLOCK / 1e9
         for side, callers in itertools.product(("near", "far"), CALLERS):
-            turns = [turn(side, callers) for _ in range(WARMUP + SAMPLES)][WARMUP:]
+            turns = [turn(n, side, callers) for n in range(WARMUP + SAMPLES)][WARMUP:]
             for op in ("put", "get"):
                 reader = "deepnvme" if deep else "threads"
                 labels = {"operation": op, "block_bytes": BLOCK, "depth": depth, "client": side,
@@ -181,8 +209,8 @@ def measure(recorder: Recorder, directory: Path, depth: int, fd: int, deep: bool
                 recorder.add("raw", "GB/s", [gigabytes / t[f"raw_{op}"] for t in turns], **labels)
                 ratios = [t[f"raw_{op}"] / t[op] for t in turns]
                 recorder.add("ssd_tier/raw", "ratio", ratios, **labels)
-                cpu = [t[f"cpu_{op}"] / gigabytes for t in turns]
-                recorder.add("ssd_tier_cpu", "s/GB", cpu, **labels)
+                seconds = [t[f"cpu_{op}"] / gigabytes for t in turns]
+                recorder.add("ssd_tier_cpu", "s/GB", seconds, **labels)
             load = [os.getloadavg()[0] / (os.cpu_count() or 1)]
             recorder.add("load", "per core", load, depth=depth, client=side, callers=callers)
 

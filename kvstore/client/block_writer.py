@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvstore.client.block_sums import Sums
 from kvstore.client.steps import Steps, reach, settle, work
 from kvstore.copying import WRITE_STREAM_BYTES_MIN, copy_and_sum
 from kvstore.errors import NodeUnreachable
-from kvstore.wire.messages import Allocated, NodeAddress
+from kvstore.wire.messages import Allocated, Medium, NodeAddress
 from kvstore.wire.peer_messages import Written
 from transfer import AccessRefused, Priority, TransferError
 
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
 NOTHING: Final = np.zeros(0, dtype=np.int64)
+# Of what goes to a disk of another process: it begins with a little, while the rest is asked for;
+# so much is asked for at a time by whoever calls, and its node is told meanwhile of what is there.
+FIRST_BYTES: Final = 4 << 20
+PORTION_BYTES: Final = 16 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,36 +97,76 @@ class BlockWriter:
         under_way: list[_UnderWay] = []
         for index, where in enumerate(granted.nodes):
             rows = np.flatnonzero(node_idx == index)
-            started: list[Transfer] = []
             try:
                 key = self._segments.known(where)
                 if key is None:
                     key = yield from reach(where, reach_s)
-                if not write.may_start((where.node, where.segment)):
-                    result.aborted += rows.tolist()
-                    result.void += rows.tolist()
-                    continue
-                changed = self._start(
-                    source, where, key, rows // replicas, offsets[rows], started, deadline_s
-                )
-            except (NodeUnreachable, TransferError) as error:
+            except NodeUnreachable as error:
                 self._lose(where, error, result)
-                # Raised at once, so nothing is under way, unless others had been started before.
-                if started:
-                    result.unsettled += rows.tolist()
-                else:
-                    result.aborted += rows.tolist()
-                    result.unreached += rows.tolist()
+                result.aborted += rows.tolist()
+                result.unreached += rows.tolist()
                 continue
-            if len(changed):  # their checksums are those of bytes that are no more
-                logger.warning("%s blocks changed while they were being put", len(changed))
-                result.aborted += rows[changed].tolist()
-                rows = np.delete(rows, changed)
-            under_way.append(_UnderWay(where=where, rows=rows, transfers=started))
+            if not write.may_start((where.node, where.segment)):
+                result.aborted += rows.tolist()
+                result.void += rows.tolist()
+                continue
+            under_way += self._begin(
+                source, where, key, rows, offsets, replicas, result, deadline_s=deadline_s
+            )
         yield from _sum_up(source, [written.rows // replicas for written in under_way])
         for written in under_way:
             yield from self._end(source, written, offsets, replicas, result)
         return result
+
+    def _begin(
+        self,
+        source: Source,
+        where: NodeAddress,
+        key: RegionKey,
+        rows: Ints,
+        offsets: Ints,
+        replicas: int,
+        result: WriteResult,
+        *,
+        deadline_s: float,
+    ) -> list[_UnderWay]:
+        """Start the writes of some rows to one segment; in portions if it is another's disk."""
+        under_way: list[_UnderWay] = []
+        for first, end in self._portions(where, source.lengths[rows // replicas]):
+            part, rest = rows[first:end], rows[first:]
+            started: list[Transfer] = []
+            try:
+                changed = self._start(
+                    source, where, key, part // replicas, offsets[part], started, deadline_s
+                )
+            except TransferError as error:
+                self._lose(where, error, result)
+                # Raised at once, so nothing is under way, unless others had been started before.
+                if started:
+                    result.unsettled += part.tolist()
+                    rest = rows[end:]
+                result.aborted += rest.tolist()
+                result.unreached += rest.tolist()
+                break
+            if len(changed):  # their checksums are those of bytes that are no more
+                logger.warning("%s blocks changed while they were being put", len(changed))
+                result.aborted += part[changed].tolist()
+                part = np.delete(part, changed)
+            under_way.append(_UnderWay(where=where, rows=part, transfers=started))
+        return under_way
+
+    def _portions(self, where: NodeAddress, lengths: Ints) -> list[tuple[int, int]]:
+        """Return bounds of runs of rows that are written by one transfer each."""
+        far_disk = where.medium is Medium.SSD and where.node != self._engine.name
+        if not far_disk or int(lengths.sum()) <= PORTION_BYTES:
+            return [(0, len(lengths))]
+        bounds, nbytes, limit = [0], 0, FIRST_BYTES
+        for row, length in enumerate(lengths.tolist()):
+            if nbytes and nbytes + length > limit:
+                bounds.append(row)
+                nbytes, limit = 0, PORTION_BYTES
+            nbytes += length
+        return list(pairwise([*bounds, len(lengths)]))
 
     def _start(
         self,

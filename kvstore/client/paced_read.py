@@ -33,7 +33,8 @@ Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 GROUP_BYTES: Final = 4 << 20
-GROUPS_MAX: Final = 3
+# While one is summed up, the others must leave the disk's threads something to take.
+GROUPS_MAX: Final = 6
 
 
 class PacedRead:

@@ -12,11 +12,13 @@ import torch
 
 from configs.schema import KVStoreConfig, TransferConfig
 from kvstore import MasterServer, PutOutcome, StoreClient
-from kvstore.client import paced_read
+from kvstore.client import block_writer, paced_read
 from kvstore.client.put_options import PutOptions
-from tests.support.disk_calls import in_python
+from kvstore.client.segment_keys import SegmentKeys
+from tests.support.disk_calls import in_python, replace
 from tests.support.lending_node import LendingNode, damage
-from transfer import TransferEngine, allocate
+from transfer import StorageFailed, TransferEngine, allocate
+from transfer.backends import direct_io
 
 SEGMENT_BYTES = 24 << 20
 WAIT_S = 30.0
@@ -135,4 +137,75 @@ def test_a_disk_that_fails_in_the_middle(tmp_path, stack, monkeypatch, call):
         assert set(outcomes) == {PutOutcome.FAILED}
         assert not any(pool.client.exists(fresh))
     assert len(calls) > 2
+    pool.master.check_invariants()
+
+
+def found_again(client, keys):
+    """After a failure a client leaves the node alone for a while."""
+    hit = client.lookup_prefix(keys)
+    deadline = time.monotonic() + WAIT_S
+    while not hit.num_blocks and time.monotonic() < deadline:
+        time.sleep(0.1)
+        hit = client.lookup_prefix(keys)
+    return hit
+
+
+def told_of(monkeypatch):
+    """Return a list that grows by how many blocks the node is told of at a time."""
+    told, tell = [], SegmentKeys.tell
+
+    def noted(segments, node, note):
+        told.append(len(note.held.keys))
+        tell(segments, node, note)
+
+    monkeypatch.setattr(SegmentKeys, "tell", noted)
+    return told
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, 700_001, 5 << 20, 9 << 20])
+def test_what_is_much_is_written_in_portions(tmp_path, stack, monkeypatch, nbytes):
+    count = (22 << 20) // nbytes
+    pool = FarPool(stack, tmp_path, 2 * count * nbytes)
+    told = told_of(monkeypatch)
+    keys = [secrets.token_bytes(16) for _ in range(count)]
+    offsets = np.arange(count) * nbytes
+    assert set(pool.client.put(keys, pool.region, offsets, nbytes)) == {PutOutcome.STORED}
+    assert sum(told) == count
+    assert len(told) > 1, "of what is there it is told before all is"
+    if nbytes < block_writer.FIRST_BYTES:
+        assert told[0] * nbytes <= block_writer.FIRST_BYTES, "it begins with a little"
+    pool.wait_held(count)
+    hit = pool.client.lookup_prefix(keys)
+    assert pool.client.get_into(hit, pool.region, offsets + count * nbytes) == count
+    pool.client.release(hit)
+    half = len(pool.bytes) // 2
+    assert torch.equal(pool.bytes[:half], pool.bytes[half:])
+    pool.master.check_invariants()
+
+
+def test_of_a_portion_that_fails_no_other_suffers(tmp_path, stack, monkeypatch):
+    count, nbytes = 22, 1 << 20
+    pool = FarPool(stack, tmp_path, 2 * count * nbytes)
+    told = told_of(monkeypatch)
+    plain = direct_io.write_fully
+
+    def write(fd, places, low, *others):
+        if any(bytes(place[:64]) == mark for place in places):
+            raise StorageFailed("the slab", "write", "Input/output error")
+        plain(fd, places, low, *others)
+
+    mark = pool.bytes[20 * nbytes : 20 * nbytes + 64].numpy().tobytes()  # of the last portion
+    replace(monkeypatch, write, writes=True)
+    keys = [secrets.token_bytes(16) for _ in range(count)]
+    offsets = np.arange(count) * nbytes
+    outcomes = pool.client.put(keys, pool.region, offsets, nbytes)
+    assert outcomes[20] == PutOutcome.FAILED
+    stored = [i for i, outcome in enumerate(outcomes) if outcome == PutOutcome.STORED]
+    assert stored[:20] == list(range(20))
+    assert sum(told) >= len(stored)
+    hit = found_again(pool.client, keys)
+    assert hit.num_blocks == 20
+    assert pool.client.get_into(hit, pool.region, offsets[:20] + count * nbytes) == 20
+    pool.client.release(hit)
+    assert torch.equal(pool.bytes[: 20 * nbytes], pool.bytes[count * nbytes :][: 20 * nbytes])
     pool.master.check_invariants()
