@@ -130,7 +130,7 @@ def test_masters_that_count_shards_differently_do_not_lead(config):
 def test_everybody_goes_on_while_etcd_is_away(tmp_path):
     with running_etcd(tmp_path) as etcd:
         config = EtcdConfig(
-            endpoints=("http://127.0.0.1:9", etcd.endpoint), lease_s=2, timeout_s=1.0
+            endpoints=("http://127.0.0.1:9", etcd.endpoint), lease_s=4, timeout_s=1.0
         )
         with EtcdMasters(config, 1) as directory, Master(config) as leader:
             assert leader.candidacy.wait(WAIT_S)
