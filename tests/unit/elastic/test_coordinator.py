@@ -145,7 +145,7 @@ def test_removed_member_learns_it(four: Cluster) -> None:
 
     four.store.compare_and_set(1, view_without(current, {four.workers[2].name}))
     four.settle([w for w in four.workers if w.rank != 2], (0, 1, 3))
-    four.workers[2].thread.join(timeout=5)
+    four.workers[2].thread.join(timeout=60)
     assert isinstance(four.workers[2].error, Evicted)
     assert four.workers[2].error.epoch == 2
 
@@ -175,7 +175,7 @@ def test_leaving_hands_over(four: Cluster) -> None:
     rest = four.workers[1:]
     view = four.settle(rest, (1, 2, 3))
     assert not view.expert_map.missing()
-    four.workers[0].thread.join(timeout=5)
+    four.workers[0].thread.join(timeout=60)
     assert not four.workers[0].thread.is_alive()
     assert four.workers[0].error is None
 
@@ -185,7 +185,7 @@ def test_all_may_leave_at_once(four: Cluster) -> None:
         worker.leave.set()
     start = time.monotonic()
     for worker in four.workers:
-        worker.thread.join(timeout=10)
+        worker.thread.join(timeout=60)
         assert not worker.thread.is_alive()
         assert worker.error is None
     assert time.monotonic() - start < CONFIG.install_timeout_s, "they waited for each other"
@@ -195,7 +195,7 @@ def test_a_restarted_group_takes_over_the_record(four: Cluster) -> None:
     for worker in four.workers:
         worker.die()
     for worker in four.workers:
-        worker.thread.join(timeout=5)
+        worker.thread.join(timeout=60)
     old_epoch = (four.store.read() or pytest.fail("no record")).epoch
     again = [four.start(rank, life=1) for rank in range(4)]
     view = four.settle(again, (0, 1, 2, 3))
@@ -213,7 +213,7 @@ def test_joiner_that_dies_while_loading_is_never_a_member(four: Cluster) -> None
 
     # The hook is there before the thread starts: it may load at once.
     joiner = four.start(4, load_hook=die)
-    joiner.thread.join(timeout=10)
+    joiner.thread.join(timeout=60)
     assert isinstance(joiner.error, Died), "the fault did not fire"
     four.settle(old, (0, 1, 2, 3))
     assert all(4 not in view.ranks for view in four.store.history)
