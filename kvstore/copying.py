@@ -3,7 +3,7 @@
 The only module that imports `kvstore._native`, which is built where a C compiler was found;
 MOE_RUNTIME_NATIVE=0 keeps it from being used. Without it both functions do the same in two passes.
 
-Where a core of the machine is idle, a second thread takes a share of what is large (4 MiB): see
+Where a core of the machine is idle, a second thread takes a share of what is large (8 MiB): see
 `kvstore/compiled/second_core.c`. MOE_RUNTIME_COPY_ALONE=1 keeps copies in the threads that ask.
 """
 

@@ -20,7 +20,7 @@
 #define UNIT_BLOCKS 128
 #define UNIT ((size_t)UNIT_BLOCKS * BLOCK)
 #define AHEAD_UNITS 32             /* that may be taken beyond those that are folded */
-#define SHARED_BYTES_MIN (4 << 20) /* below, a partner is hardly awake before the owner is done */
+#define SHARED_BYTES_MIN (8 << 20) /* below, a partner is hardly awake before the owner is done */
 /* Two cores wait less for the lines that they store into than for memory, as long as those stay in
  * the cache: only what is longer by so much goes past it. */
 #define STREAM_FACTOR 8
@@ -158,13 +158,13 @@ static bool own_partner(size_t nbytes)
            !__atomic_exchange_n(&partner.owned, 1, __ATOMIC_ACQUIRE);
 }
 
-/* Whether one's partner would get a core now. That is asked before unit 0, 2, 6, 14 ...: who has just
+/* Whether one's partner would get a core now. That is asked before unit 0, 8, 40 ...: who has just
  * answered the owner looks for its next message for a moment, and then the core is idle after all. */
 static bool may_share(size_t unit, size_t *ask_at)
 {
     if (unit < *ask_at)
         return false;
-    *ask_at = 2 * unit + 2;
+    *ask_at = 4 * unit + 8;
     int sharing = __atomic_load_n(&partner.sharing, __ATOMIC_RELAXED);
     return sharing == ALWAYS || (sharing == WHERE_IDLE && idle_cores() > 0);
 }

@@ -20,7 +20,7 @@ if not copying.COMPILED:
 from kvstore import _native
 
 NEVER, WHERE_IDLE, ALWAYS = 0, 1, 2
-SHARED_BYTES_MIN = 4 << 20
+SHARED_BYTES_MIN = 8 << 20
 SOON_S = 60.0
 Columns = tuple[copying.Ints, copying.Ints, copying.Ints]
 
@@ -46,20 +46,20 @@ def until_shared(once: Callable[[], None]) -> None:
 
 
 def one_long(rng: np.random.Generator) -> Columns:
-    nbytes = int(rng.integers(SHARED_BYTES_MIN, 12 << 20))
+    nbytes = int(rng.integers(SHARED_BYTES_MIN, 16 << 20))
     place, start = (int(number) for number in rng.integers(0, 300, 2))
     aligned = bool(rng.integers(2))
     return np.array([64 if aligned else place]), np.array([start]), np.array([nbytes])
 
 
 def few_long(rng: np.random.Generator) -> Columns:
-    lengths = rng.integers(SHARED_BYTES_MIN + 1, 6 << 20, 2)
+    lengths = rng.integers(SHARED_BYTES_MIN + 1, 10 << 20, 2)
     starts = np.cumsum(lengths) - lengths
     return starts[::-1] + 3 + np.array([lengths[1] - lengths[0], 0]), starts, lengths
 
 
 def many_short(rng: np.random.Generator) -> Columns:
-    lengths = rng.integers(241, 80_000, 200)
+    lengths = rng.integers(60_000, 90_000, 200)
     starts = np.cumsum(lengths) - lengths
     return starts + 5 * np.arange(200), starts, lengths
 
@@ -103,7 +103,7 @@ def test_one_piece_into_memory_that_is_not_read_at_once() -> None:
     memory = Memory()
 
     def copy() -> None:
-        nbytes = int(memory.rng.integers(SHARED_BYTES_MIN, 12 << 20))
+        nbytes = int(memory.rng.integers(SHARED_BYTES_MIN, 16 << 20))
         found = copying.copy_with_checksum(memory.target, 129, memory.source, 64, nbytes)
         assert found == xxhash.xxh3_64_intdigest(memory.source[64 : 64 + nbytes].data)
         assert np.array_equal(memory.target[129 : 129 + nbytes], memory.source[64 : 64 + nbytes])
