@@ -234,10 +234,9 @@ class Store(msgspec.Struct, frozen=True, tag="store"):
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
-    """What blocks are that will be stored, for subscribers of events; nothing is kept without any.
+    """What blocks are that will be stored, for subscribers of events; Done(0): there are none.
 
-    `parents`: the key before each in its chain, empty of the first. `tokens`: of each, 4 bytes a
-    token, little-endian. The reply counts what was noted: 0 if nobody subscribes here.
+    `parents`: the key before each, or empty. `tokens`: 4 bytes each, little-endian.
     """
 
     client: Incarnation
@@ -310,10 +309,8 @@ class ListSegments(msgspec.Struct, frozen=True, tag="list_segments"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Move everything away from a node, so that it can go; `cancel`: no more. Ask for progress
-    by asking again.
-
-    `fewer_copies`, from now on: one copy elsewhere is enough, however many were wanted.
+    """Move everything away from a node, so that it can go; `cancel`: no more. Asked again, it
+    tells how far it is. `fewer_copies`: from now on one elsewhere is enough, whatever was wanted.
     """
 
     node: Incarnation

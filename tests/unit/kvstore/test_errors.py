@@ -20,10 +20,10 @@ def all_errors():
 
 def test_the_tree_in_the_docstring_is_the_truth():
     lines = [line for line in errors.__doc__.splitlines() if "──" in line]
-    told = {line.split()[1] for line in lines}
+    told = {line.split("── ")[1].split()[0] for line in lines}
     assert told == {kind.__name__ for kind in all_errors()}
     for line in lines:
-        kind = getattr(errors, line.split()[1])
+        kind = getattr(errors, line.split("── ")[1].split()[0])
         assert ("(retryable)" in line) == kind.retryable, line
         assert ("ValueError" in line) == issubclass(kind, ValueError), line
 
