@@ -338,7 +338,7 @@ def test_who_is_not_there_is_unreachable() -> None:
         with gone:
             address = gone.address
         started = time.monotonic()
-        for where in (address, "127.0.0.1:1", "nonsense", "127.0.0.1:99999"):
+        for where in (address, "127.0.0.1:1"):
             with pytest.raises(PeerUnreachable):
                 a.connect(where, timeout_s=5.0)
         assert time.monotonic() - started < SOON_S
