@@ -19,7 +19,7 @@ from tests.support.etcd_server import running_etcd
 from tests.support.master_process import WAIT_S, MasterCluster, find, read_held
 from tests.support.waits import eventually
 
-LEASE_S = 2
+LEASE_S = 4
 
 
 @pytest.fixture(scope="module")
