@@ -8,9 +8,11 @@ them, so that a rail can be cut as a switch port that dies does: no reset, no no
     namespace A   rail0 10.90.0.1 ======== 10.90.0.2 rail0   namespace B
     initiator     rail1 10.90.1.1 ======== 10.90.1.2 rail1   target
 
-Activations: writes of 4 to 32 KiB one after another, quiet and then beside writes of 32 MiB of
-class WEIGHTS, two in flight, in turns. Cut: writes of 1 MiB, eight in flight; one rail goes down
-for two seconds. The stall is the longest time in which nothing completed.
+Activations: writes of 4 to 32 KiB one after another, and of 64 KiB to 1 MiB with gaps, as a step of
+a model leaves them; quiet and then beside writes of 32 MiB of class WEIGHTS, two in flight.
+What bulk moves while they come is read off the cables, beside what it moved in all. Cut: writes of
+1 MiB, eight in flight; one rail goes down for two seconds. The stall is the longest time in which
+nothing completed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import secrets
 import statistics
 import subprocess
@@ -27,6 +30,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -47,6 +51,8 @@ RAILS = 2
 INSIDE_VARIABLE = "BENCH_RAILS_TARGET_NAMESPACE"
 WINDOW_BYTES = 128 << 20
 ACTIVATION_BYTES = (4 << 10, 8 << 10, 16 << 10, 32 << 10)
+# Bytes, and microseconds of the gap behind each, half as long to one and a half times.
+PACED = ((64 << 10, 200), (256 << 10, 300), (1 << 20, 500))
 BULK_BYTES = 32 << 20
 BULK_OFFSET = 64 << 20
 CUT_BYTES = 1 << 20
@@ -166,45 +172,84 @@ class Bulk:
             self._moved += BULK_BYTES
 
 
-def activations(pair: Pair, nbytes: int, seconds: float) -> list[float]:
-    """Microseconds of writes, one after another."""
+def sent_bytes() -> int:
+    """Bytes that have left over the cables."""
+    counters = (Path(f"/sys/class/net/rail{rail}/statistics/tx_bytes") for rail in range(RAILS))
+    return sum(int(counter.read_text()) for counter in counters)
+
+
+def activations(pair: Pair, nbytes: int, gap_us: int, seconds: float) -> tuple[list[float], float]:
+    """Microseconds of writes, and GB/s of whatever else left over the cables meanwhile."""
     for _ in range(20):
         pair.write(0, nbytes, Priority.ACTIVATIONS).wait()
-    found, end = [], time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
+    found, before, begin = [], sent_bytes(), time.perf_counter()
+    while (start := time.perf_counter()) < begin + seconds:
         pair.write(0, nbytes, Priority.ACTIVATIONS).wait()
         found.append((time.perf_counter() - start) * 1e6)
-    return found
+        if gap_us:
+            time.sleep(gap_us * 1e-6 * random.uniform(0.5, 1.5))
+    others = sent_bytes() - before - nbytes * len(found)
+    return found, others / (time.perf_counter() - begin) / 1e9
+
+
+class Streams:
+    """Figures of streams of activations, by bytes, gap and load, a round's after the other."""
+
+    def __init__(self, pair: Pair, seconds: float) -> None:
+        self._pair, self._seconds = pair, seconds
+        self.bulk_gb_s: list[float] = []
+        self.latencies: dict[tuple[int, int, str, str], list[float]] = {}
+        self.beside_gb_s: dict[tuple[int, int], list[float]] = {}
+
+    def measure(self, nbytes: int, gap_us: int, what: str) -> None:
+        """One stream, "quiet" or "beside" bulk."""
+        with contextlib.ExitStack() as stack:
+            bulk = stack.enter_context(Bulk(self._pair)) if what == "beside" else None
+            found, others = activations(self._pair, nbytes, gap_us, self._seconds)
+        if bulk is not None:
+            self.bulk_gb_s.append(bulk.gb_s)
+            self.beside_gb_s.setdefault((nbytes, gap_us), []).append(others)
+        for name, share in (("p50", 50), ("p99", 99)):
+            key = (nbytes, gap_us, what, name)
+            self.latencies.setdefault(key, []).append(float(np.percentile(found, share)))
+
+    def record(self, recorder: Recorder) -> None:
+        """All of them, then the ratios with their bars."""
+        recorder.add("bulk beside activations", "GB/s", self.bulk_gb_s)
+        for (nbytes, gap_us), rates in self.beside_gb_s.items():
+            recorder.add("bulk while activations come", "GB/s", rates, **stream(nbytes, gap_us))
+        for (nbytes, gap_us, what, name), values in self.latencies.items():
+            facts = stream(nbytes, gap_us)
+            recorder.add(f"activation {name}", "us", values, load=what, **facts)
+        for nbytes, gap_us in self.beside_gb_s:
+            self._record_ratios(recorder, nbytes, gap_us)
+
+    def _record_ratios(self, recorder: Recorder, nbytes: int, gap_us: int) -> None:
+        for name in ("p50", "p99"):
+            beside, quiet = (
+                self.latencies[nbytes, gap_us, what, name] for what in ("beside", "quiet")
+            )
+            ratios = [a / b for a, b in zip(beside, quiet, strict=True)]
+            facts = stream(nbytes, gap_us)
+            recorder.add(f"activation {name}, beside over quiet", "1", ratios, **facts)
+        gaps = f" every {gap_us} us" if gap_us else ""
+        verdict(recorder, f"{nbytes >> 10} KiB{gaps} beside bulk, p99 over quiet p99",
+                P99_RATIO_MAX, statistics.median(ratios))  # fmt: skip
+
+
+def stream(nbytes: int, gap_us: int) -> dict[str, int]:
+    """Which one it is, for a line of the results."""
+    return {"bytes": nbytes, "gap_us": gap_us} if gap_us else {"bytes": nbytes}
 
 
 def measure_activations(pair: Pair, recorder: Recorder, rounds: int, seconds: float) -> None:
     """Quiet and beside bulk, in turns."""
-    figures: dict[tuple[int, str, str], list[float]] = {}
-    rates = []
+    streams = Streams(pair, seconds)
     for number in range(rounds):
-        for nbytes in ACTIVATION_BYTES:
+        for nbytes, gap_us in (*((nbytes, 0) for nbytes in ACTIVATION_BYTES), *PACED):
             for what in ("quiet", "beside") if number % 2 else ("beside", "quiet"):
-                with contextlib.ExitStack() as stack:
-                    bulk = stack.enter_context(Bulk(pair)) if what == "beside" else None
-                    found = activations(pair, nbytes, seconds)
-                if bulk is not None:
-                    rates.append(bulk.gb_s)
-                for name, share in (("p50", 50), ("p99", 99)):
-                    value = float(np.percentile(found, share))
-                    figures.setdefault((nbytes, what, name), []).append(value)
-    recorder.add("bulk beside activations", "GB/s", rates)
-    for (nbytes, what, name), values in figures.items():
-        recorder.add(f"activation {name}", "us", values, bytes=nbytes, load=what)
-    for nbytes in ACTIVATION_BYTES:
-        for name in ("p50", "p99"):
-            pairs = zip(
-                figures[nbytes, "beside", name], figures[nbytes, "quiet", name], strict=True
-            )
-            ratios = [a / b for a, b in pairs]
-            recorder.add(f"activation {name}, beside over quiet", "1", ratios, bytes=nbytes)
-            if name == "p99":
-                verdict(recorder, f"{nbytes >> 10} KiB beside bulk, p99 over quiet p99",
-                        P99_RATIO_MAX, statistics.median(ratios))  # fmt: skip
+                streams.measure(nbytes, gap_us, what)
+    streams.record(recorder)
 
 
 def cut_once(pair: Pair, rail: int, seconds: float) -> tuple[float, int, int]:

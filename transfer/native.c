@@ -50,6 +50,7 @@
 #include "compiled/mapped_copy.c"
 #include "compiled/short_way.c"
 #include "compiled/mapped.c"
+#include "compiled/small_ones.c"
 #include "compiled/server.c"
 #include "compiled/in_place.c"
 #include "compiled/served.c"
@@ -86,7 +87,6 @@ PyMODINIT_FUNC PyInit__native(void)
                                           &mapped_copy_type};
     if (!make_names())
         return NULL;
-    count_cores();
     PyObject *module = PyModule_Create(&definition);
     bool added = module != NULL;
     for (size_t i = 0; added && i < sizeof types / sizeof *types; i++)

@@ -16,6 +16,7 @@ static unsigned urgent_count;
 static int64_t urgent_at = INT64_MIN / 2;
 static uintptr_t urgent_by;
 static int64_t mean_gap; /* from an answer to the next one that is posted */
+static int64_t urgent_period; /* from one to the next in the stream that bulk has waited for last */
 
 /* So long after the last one another is expected (`rails/bulk.py`): steps are short. */
 #define URGENT_MEMORY_NS 20000000
@@ -26,35 +27,29 @@ static int64_t mean_gap; /* from an answer to the next one that is posted */
 #define ACCIDENT_NS 100000
 #define GAP_NS_MAX 1000000
 /* In a stream that has no gaps bulk has a turn after so many of them, or so long, of so many bytes,
- * and so long: one in hundreds meets it, and none starves. That is with two cores, where each turn
- * takes what the stream needs; with more it meets one the more rarely, and comes the more often. */
-#define URGENT_PER_TURN 800
-#define TURN_AFTER_NS 16000000
-#define TURN_CORES 2
-#define TURN_CORES_MAX 64
-#define TURN_BYTES (1 << 20)
-#define TURN_STEP_BYTES (256 << 10)
-#define TURN_NS 400000
+ * and so long: few of them meet it, and none starves. Who has woken up a little early has it too. */
+#define URGENT_PER_TURN 2400
+#define URGENT_PER_TURN_MIN 2000
+#define TURN_AFTER_NS 24000000
+#define TURN_AFTER_NS_MIN 20000000
+#define STREAM_COUNT 32 /* so many of them tell how often they come */
+#define TURN_BYTES (2 << 20)
+#define TURN_STEP_BYTES (512 << 10)
+#define TURN_NS 800000
 /* In a stream that has gaps: before each step whoever else wants the core has it for a moment. */
 #define STREAM_MEMORY_NS 2000000
 #define MOMENT_NS 20000
 /* It looks again after so long at least: each time somebody may have to leave it his core. */
 #define GIVE_WAY_NS 100000
+#define GIVE_WAY_NS_MAX 5500000
+#define TICK_NS 4000000
 #define TIMER_SLACK_NS 1000
 #define BULK_TIMESLICE_NS 50000000
 
-/* When bulk was last free to move, how many urgent ones there had been; its turn now, if any. */
-static int64_t bulk_at, turn_ends;
+/* When bulk was last free to move, how many urgent ones there had been; its turn now, or its last. */
+static int64_t bulk_at, turn_ends = INT64_MIN / 2;
 static unsigned bulk_count;
 static int turn_left;
-static int num_cores = TURN_CORES; /* that this process may run on, when it was loaded */
-
-static void count_cores(void)
-{
-    cpu_set_t cores;
-    int count = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : TURN_CORES;
-    num_cores = count < TURN_CORES ? TURN_CORES : count > TURN_CORES_MAX ? TURN_CORES_MAX : count;
-}
 
 static int64_t since_urgent(int64_t now)
 {
@@ -89,11 +84,14 @@ static void count_urgent(void)
 {
     int64_t now = now_ns(), gap = since_urgent(now);
     int64_t mean = __atomic_load_n(&mean_gap, __ATOMIC_RELAXED);
+    /* A gap that a turn has made is none of the stream. */
+    bool made = __atomic_load_n(&turn_ends, __ATOMIC_RELAXED) >= now - gap;
     if (any_urgent(now))
         gap = 0;
     else if (gap > GAP_NS_MAX)
         gap = GAP_NS_MAX;
-    __atomic_store_n(&mean_gap, mean + (gap - mean) / 8, __ATOMIC_RELAXED);
+    if (!made)
+        __atomic_store_n(&mean_gap, mean + (gap - mean) / 8, __ATOMIC_RELAXED);
     __atomic_add_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
     __atomic_add_fetch(&urgent_count, 1, __ATOMIC_RELAXED);
     __atomic_store_n(&urgent_at, now, __ATOMIC_RELAXED);
@@ -109,7 +107,9 @@ static void uncount_urgent(void)
 /* Bulk has moved bytes beside what is urgent. */
 static void spend_turn(size_t nbytes)
 {
-    __atomic_sub_fetch(&turn_left, (int)nbytes, __ATOMIC_RELAXED);
+    int left = __atomic_sub_fetch(&turn_left, (int)nbytes, __ATOMIC_RELAXED);
+    if (left <= 0 && left + (int)nbytes > 0)
+        __atomic_store_n(&turn_ends, now_ns(), __ATOMIC_RELAXED);
 }
 
 static bool has_turn(int64_t now)
@@ -118,45 +118,69 @@ static bool has_turn(int64_t now)
            now < __atomic_load_n(&turn_ends, __ATOMIC_RELAXED);
 }
 
+static bool is_free(int64_t now)
+{
+    int64_t gap = has_gaps() ? GAP_BEGINS_NS : ACCIDENT_NS;
+    /* During a turn the others may not have had a core: that they were silent says nothing. */
+    int64_t since_turn = now - __atomic_load_n(&turn_ends, __ATOMIC_RELAXED);
+    return !is_others() || (!any_urgent(now) && since_urgent(now) >= gap && since_turn >= gap);
+}
+
 /* How long bulk should leave the core to what is urgent before it looks again; 0 = it may move.
  * Several threads may be told so at once: they share the turn. */
 static int64_t give_way_ns(int64_t now)
 {
     if (has_turn(now))
         return 0;
-    int64_t gap = has_gaps() ? GAP_BEGINS_NS : ACCIDENT_NS;
-    bool is_free = !is_others() || (!any_urgent(now) && since_urgent(now) >= gap);
+    bool free = is_free(now);
     unsigned count = __atomic_load_n(&urgent_count, __ATOMIC_RELAXED);
     unsigned passed = count - __atomic_load_n(&bulk_count, __ATOMIC_RELAXED);
     int64_t waited = now - __atomic_load_n(&bulk_at, __ATOMIC_RELAXED);
-    unsigned per_turn = URGENT_PER_TURN * TURN_CORES / (unsigned)num_cores;
-    int64_t turn_after = (int64_t)TURN_AFTER_NS * TURN_CORES / num_cores;
-    bool is_due = passed >= per_turn || waited >= turn_after;
-    if (is_free || is_due) {
+    if (passed >= STREAM_COUNT && !has_gaps())
+        __atomic_store_n(&urgent_period, waited / passed, __ATOMIC_RELAXED);
+    if (free || passed >= URGENT_PER_TURN_MIN || waited >= TURN_AFTER_NS_MIN) {
         __atomic_store_n(&bulk_at, now, __ATOMIC_RELAXED);
         __atomic_store_n(&bulk_count, count, __ATOMIC_RELAXED);
-        __atomic_store_n(&turn_ends, now + TURN_NS, __ATOMIC_RELAXED);
-        __atomic_store_n(&turn_left, is_free ? 0 : TURN_BYTES, __ATOMIC_RELAXED);
+        if (!free)
+            __atomic_store_n(&turn_ends, now + TURN_NS, __ATOMIC_RELAXED);
+        __atomic_store_n(&turn_left, free ? 0 : TURN_BYTES, __ATOMIC_RELAXED);
         return 0;
     }
-    /* In a stream without gaps: until its turn should have come. */
-    int64_t left = passed > 1 && !has_gaps() ? waited / passed * (per_turn - passed) : 0;
-    if (left > turn_after - waited)
-        left = turn_after - waited;
-    return left > GIVE_WAY_NS ? left : GIVE_WAY_NS;
+    if (has_gaps())
+        return GIVE_WAY_NS;
+    /* Each look may delay one of them: until the turn has come, or the stream may have ended. */
+    int64_t left = __atomic_load_n(&urgent_period, __ATOMIC_RELAXED) * (URGENT_PER_TURN - passed);
+    if (left > TURN_AFTER_NS - waited)
+        left = TURN_AFTER_NS - waited;
+    if (left > GIVE_WAY_NS_MAX)
+        left = GIVE_WAY_NS_MAX;
+    return left > TICK_NS ? left : TICK_NS;
+}
+
+/* Sleep. Longer than a tick of the system: until one, since whoever it interrupts is late anyway. */
+static void sleep_ns(int64_t span_ns)
+{
+    struct timespec span = {0, span_ns};
+    if (span_ns < TICK_NS) {
+        (void)nanosleep(&span, NULL);
+        return;
+    }
+    int slack = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
+    (void)prctl(PR_SET_TIMERSLACK, TICK_NS, 0, 0, 0);
+    span.tv_nsec -= TICK_NS / 2;
+    (void)nanosleep(&span, NULL);
+    if (slack > 0)
+        (void)prctl(PR_SET_TIMERSLACK, slack, 0, 0, 0);
 }
 
 /* Leave the core to what is urgent, as long as it is not bulk's turn. */
 static void give_way(void)
 {
-    static const struct timespec moment = {0, MOMENT_NS};
     int64_t now = now_ns(), pause_ns;
-    if (is_others() && !has_turn(now) && since_urgent(now) < STREAM_MEMORY_NS)
-        (void)nanosleep(&moment, NULL);
-    while ((pause_ns = give_way_ns(now_ns())) > 0) {
-        struct timespec pause = {0, pause_ns};
-        (void)nanosleep(&pause, NULL);
-    }
+    if (has_gaps() && is_others() && !has_turn(now) && since_urgent(now) < STREAM_MEMORY_NS)
+        sleep_ns(MOMENT_NS);
+    while ((pause_ns = give_way_ns(now_ns())) > 0)
+        sleep_ns(pause_ns);
 }
 
 /* As the kernel has it; the C library knows it only of late. */

@@ -51,6 +51,13 @@ static bool gives_way(const Lane *lane)
     return !lane->urgent && is_beside_urgent();
 }
 
+/* Whether something urgent is under way right now that its bulk should not delay. */
+static bool waits_for_urgent(const Lane *lane)
+{
+    int64_t now = now_ns();
+    return gives_way(lane) && is_others() && any_urgent(now) && !has_turn(now);
+}
+
 /* How much one system call may move. */
 static size_t step_of(bool courteous)
 {

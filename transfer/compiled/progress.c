@@ -85,12 +85,13 @@ static int progress_lanes(Lane **lanes, int count, int64_t timeout_ns, Finished 
             ready = ppoll(polled, (nfds_t)count, &span, NULL);
         }
         int error = ready < 0 ? errno : 0;
-        bool broken = usable < count;
+        bool broken = usable < count, moved = false;
         for (int i = 0; i < count; i++) {
             if (polled[i].fd < 0)
                 continue;
             leave_poll(lanes[i]);
-            if (ready > 0 && polled[i].revents) {
+            if (ready > 0 && polled[i].revents && !(moved && waits_for_urgent(lanes[i]))) {
+                moved = true;
                 move_lane(lanes[i], polled[i].revents, finished);
                 broken |= lanes[i]->evidence[0] != 0;
             }

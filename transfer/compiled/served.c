@@ -310,24 +310,18 @@ static const char *advance(Server *server, Connection *connection, bool *waiting
     return problem;
 }
 
-/* How much one turn of bulk may move. */
-static size_t turn_bytes(const Server *server)
-{
-    int64_t quiet = now_ns() - server->small_at;
-    if (quiet <= SMALL_MEMORY_NS)
-        return SMALL_STEP_BYTES;
-    return quiet <= SMALL_GONE_NS ? SERVER_STEP_BYTES : STEP_BYTES;
-}
-
 /* Serve a connection until it has nothing to do, or its turn's bytes are moved. */
 static const char *serve(Server *server, Connection *connection)
 {
-    size_t step = turn_bytes(server), budget = step;
+    bool bulk = connection->request.nbytes > SMALL_BYTES;
+    size_t step = bulk ? step_beside_small(&server->small) : SMALL_STEP_BYTES, budget = step;
     for (;;) {
         bool waiting;
         const char *problem = advance(server, connection, &waiting);
+        size_t before = budget;
         if (!problem)
             problem = flush(connection, step, &budget);
+        spend_small_turn(&server->small, before - budget);
         if (problem || has_output(connection) || connection->stage == ASKING)
             return problem;
         if (!waiting)
@@ -343,6 +337,7 @@ static const char *serve(Server *server, Connection *connection)
         if (outcome == FAILED)
             return "receive failed";
         budget -= received < budget ? received : budget;
+        spend_small_turn(&server->small, bulk ? received : 0);
         if (outcome == DRY)
             budget = 0; /* handle what came, then wait for more */
     }
@@ -353,7 +348,7 @@ static const char *serve(Server *server, Connection *connection)
 static bool is_looked_for(const Server *server, const Connection *connection)
 {
     return connection->request.nbytes <= LOOK_BYTES_MAX ||
-           (connection->input.within_host && now_ns() - server->small_at > SMALL_MEMORY_NS);
+           (connection->input.within_host && now_ns() - server->small.served_at > SMALL_MEMORY_NS);
 }
 
 /* Before a sleep: what should be there before it ends. */
@@ -464,10 +459,10 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
         /* Looked up again each time: another thread may have closed it. */
         Connection *connection = find_connection(server, events[i].data.u64);
         if (connection && connection->request.nbytes <= SMALL_BYTES) {
-            server->small_at = now_ns();
             server->served_small = true;
             server->looked_for = connection->id;
             server->looked_fd = connection->input.fd;
+            note_small(&server->small);
             serve_ready(server, connection, events[i].events);
         } else if (connection && connection->turn < waits_since) {
             waits_since = connection->turn;

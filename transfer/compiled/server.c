@@ -89,7 +89,7 @@ typedef struct {
     uint64_t slice_bytes_max, next_id;
     uint32_t slice_pieces_max, slices_max;
     uint64_t num_turns; /* of connections that carry bulk */
-    int64_t small_at;   /* when a small request was served last */
+    SmallOnes small;
     /* `run`'s own: whether a small request was served in the last turn, which connection's next bytes
      * are looked for (0 = none's), and its descriptor. */
     bool served_small;
