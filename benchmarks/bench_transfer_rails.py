@@ -199,6 +199,7 @@ class Streams:
         self._pair, self._seconds = pair, seconds
         self.bulk_gb_s: list[float] = []
         self.latencies: dict[tuple[int, int, str, str], list[float]] = {}
+        self.slow: dict[tuple[int, int, str], list[float]] = {}
         self.beside_gb_s: dict[tuple[int, int], list[float]] = {}
 
     def measure(self, nbytes: int, gap_us: int, what: str) -> None:
@@ -212,6 +213,9 @@ class Streams:
         for name, share in (("p50", 50), ("p99", 99)):
             key = (nbytes, gap_us, what, name)
             self.latencies.setdefault(key, []).append(float(np.percentile(found, share)))
+        # A p99 jumps where one in a hundred is slow; how many are does not.
+        slow = float(np.mean(np.array(found) > 2 * np.median(found)))
+        self.slow.setdefault((nbytes, gap_us, what), []).append(100 * slow)
 
     def record(self, recorder: Recorder) -> None:
         """All of them, then the ratios with their bars."""
@@ -221,6 +225,9 @@ class Streams:
         for (nbytes, gap_us, what, name), values in self.latencies.items():
             facts = stream(nbytes, gap_us)
             recorder.add(f"activation {name}", "us", values, load=what, **facts)
+        for (nbytes, gap_us, what), values in self.slow.items():
+            facts = stream(nbytes, gap_us)
+            recorder.add("activations slower than twice p50", "%", values, load=what, **facts)
         for nbytes, gap_us in self.beside_gb_s:
             self._record_ratios(recorder, nbytes, gap_us)
 
