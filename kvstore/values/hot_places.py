@@ -18,7 +18,7 @@ from kvstore.client.lease import Lease
 from kvstore.client.place import Place
 
 HOT_BLOCKS_MAX: Final = 1024
-HOT_BYTES_MAX: Final = 16 << 20
+HOT_BYTES_MAX: Final = 64 << 20
 SEEN_MAX: Final = 8192
 
 

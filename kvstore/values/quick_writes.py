@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-QUICK_BYTES_MAX: Final = (4 << 20) - 1  # above, a request more does not matter
+QUICK_BYTES_MAX: Final = 16 << 20  # above, a request more does not matter
+SENT_BYTES_MAX: Final = 4 << 20  # to memory that is not mapped here: without the call's deadline
 STAGED_BYTES_MAX: Final = 256 << 10  # of what is neither registered nor copied within the host
 SIZES_MAX: Final = 8
 AHEAD_BYTES: Final = 4 << 20
@@ -201,8 +202,7 @@ class QuickWrites:
         if self._core.tenant.name:
             (key,) = self._core.tenant.salted((key,))
         shard = 0 if self._shards == 1 else shard_of(key, self._shards)
-        nbytes = part.nbytes
-        return _Value(key, shard, part, nbytes, _space_of(nbytes), options)
+        return _Value(key, shard, part, part.nbytes, _space_of(part.nbytes), options)
 
     def _reserve(self, value: _Value) -> ReservedPlace | None:
         record, shard, space = self._core.record, value.shard, value.space
@@ -252,12 +252,11 @@ class QuickWrites:
     ) -> int | None:
         """As `_write`, to memory that is mapped here."""
         where, part, start, nbytes = place.where, value.part, place.offset, value.nbytes
-        if mapped is None or not write.may_start((where.node, where.segment)):
-            self._places.abandon(value.shard, place.batch)  # of a master that leads no more
-            return None
-        if start < 0 or nbytes > len(mapped.array) - start:
+        may_start = write.may_start((where.node, where.segment))
+        if not may_start or mapped is None or not 0 <= start <= len(mapped.array) - nbytes:
+            # Of a master that leads no more; or the long way says what is wrong.
             self._places.abandon(value.shard, place.batch)
-            return None  # the long way says what is wrong
+            return None
         if isinstance(part, RegionPiece):
             source, first = part.region.array, part.offset
         else:
@@ -271,7 +270,8 @@ class QuickWrites:
     ) -> int | None:
         """As `_write`, to memory that is not mapped here."""
         where, engine, part = place.where, self._core.engine, value.part
-        if not isinstance(part, RegionPiece) and part.nbytes > STAGED_BYTES_MAX:
+        staged = not isinstance(part, RegionPiece)
+        if part.nbytes > (STAGED_BYTES_MAX if staged else SENT_BYTES_MAX):
             self._places.abandon(value.shard, place.batch)
             self._sizes.pop(place.space, None)
             self._paused_until_s = time.monotonic() + PAUSE_S

@@ -13,13 +13,13 @@ from kvstore import BlockCorrupt, PutOutcome, RegionPiece
 from tests.support.store_pool import Pool
 from transfer import allocate
 
-SIZES = (40_000, (256 << 10) + 1, 1 << 20)
+SIZES = (40_000, (256 << 10) + 1, 1 << 20, (5 << 20) + 77)
 
 
 @pytest.mark.parametrize("backend", [TransferBackend.AUTO, TransferBackend.TCP])
 def test_values_are_right_when_they_are_hot_and_damage_is_found(backend: TransferBackend) -> None:
     with ExitStack() as stack:
-        pool = Pool(stack)
+        pool = Pool(stack, segment_bytes=16 << 20)
         store = pool.connect(transfer=TransferConfig(backend=backend))
         memory = allocate(SIZES[-1])
         stack.callback(memory.close)

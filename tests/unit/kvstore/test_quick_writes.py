@@ -111,11 +111,11 @@ def test_one_request_per_put_once_the_size_is_known(stack, monkeypatch, patient)
     pool.master.check_invariants()
 
 
-@pytest.mark.parametrize("nbytes", [1, 63, 100, 4096, 100_003, 1 << 20, (4 << 20) - 1])
+@pytest.mark.parametrize("nbytes", [1, 63, 100, 4096, 100_003, 1 << 20, 4 << 20, 16 << 20])
 @pytest.mark.parametrize("backend", [TransferBackend.SHARED_MEMORY, TransferBackend.TCP])
 def test_every_size_and_kind_is_its_bytes(stack, monkeypatch, patient, nbytes, backend):
     monkeypatch.setattr(storing, "RESERVED_SHARE", 1.0)
-    pool = Pool(stack, segment_bytes=48 << 20)
+    pool = Pool(stack, segment_bytes=(16 << 20) + 9 * nbytes)
     store = pool.connect(transfer=TransferConfig(backend=backend))
     memory = allocate(nbytes + 100)
     stack.callback(memory.close)
