@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -210,8 +210,9 @@ def stranger(answer: bytes | None) -> Iterator[str]:
                 return
             callers.append(sock)
             if answer is not None:
-                sock.sendall(answer)
-                sock.shutdown(socket.SHUT_WR)
+                with suppress(OSError):  # it may hang up at the first wrong byte
+                    sock.sendall(answer)
+                    sock.shutdown(socket.SHUT_WR)
 
     thread = threading.Thread(target=accept)
     thread.start()
