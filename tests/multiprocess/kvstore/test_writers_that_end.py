@@ -48,8 +48,10 @@ def test_of_a_stopped_writer_nothing_is_freed(stack, kind, backend):
     writer.signal(signal.SIGCONT)
     writer.pipe.send("go on")
     values, outcomes = writer.hear()
-    assert outcomes == ["stored"] * len(values)
-    assert {key: pool.store.get(key) for key in values} == values
+    # A batch whose time was over before its first byte is stored if it takes no time at all.
+    assert set(outcomes) <= ({"stored", "failed"} if kind == "batch" else {"stored"})
+    for (key, value), outcome in zip(values.items(), outcomes, strict=True):
+        assert pool.store.get(key) == (value if outcome == "stored" else None)
     writer.kill()
     eventually(lambda: under_way(pool) == 0, "its places are free again", timeout_s=WAIT_S)
     pool.master.check_invariants()

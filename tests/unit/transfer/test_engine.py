@@ -442,7 +442,7 @@ def test_a_host_that_is_not_ours_cannot_be_listened_on() -> None:
     with pytest.raises(OSError, match="assign"):
         engine.open()
     engine.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_name_that_is_used_twice_is_suspected() -> None:

@@ -340,8 +340,8 @@ def test_nothing_is_left_after_many_lives(path: Path) -> None:
     for _ in range(50):
         with FileSlab(path, SLAB_BYTES, SMALL) as slab:
             slab.write(memory, 0, 123, 5000)
-    assert open_descriptors() == before
-    assert threading.active_count() == threads
+    assert open_descriptors() <= before
+    assert threading.active_count() <= threads
     assert [found.name for found in path.parent.iterdir()] == ["slab"]
 
 

@@ -51,7 +51,7 @@ def test_nothing_is_left_of_it() -> None:
     for _ in range(5):
         allocate(4096)
     gc.collect()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])

@@ -260,7 +260,7 @@ def test_the_descriptor_of_a_process_goes_with_it() -> None:
     before = open_descriptors()
     for _ in range(100):
         PeerProcess(ours)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     ours.close()
     theirs.close()
 
@@ -319,7 +319,7 @@ def test_nothing_is_left_after_many_keys() -> None:
             # A busy machine may keep the answer of `a` for longer than one call waits.
             eventually(lambda key=key: b.withdraw(key), f"key {i}")
             before = before or open_descriptors()
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
         assert b._links.told.tokens() == []
         link = a._table.ready(b.name)
         eventually(lambda: not link.locations._locations, "locations are forgotten")
