@@ -6,11 +6,12 @@ A client puts and gets blocks of 1 MiB through a store node whose only segment i
 disk, with a master in a process of its own, checksums and all. `near` is a client in the node's
 own process, `far` one in another process of the same host; each is used by one caller with one
 batch, or by four at once with a few blocks each. Turn by turn the same number of bytes goes to and
-from a second file of the same size in the same folder, by as many threads as the segment has
-(`depth`): what the disk gives. Which of the two comes first changes from turn to turn, and the
-ratio is taken turn by turn. Nothing passes the page cache, neither side waits until the disk has
-made its writes durable, and both write where their file has been written before (the first write
-to a place takes the file system twice as long: the turn that warms up). Plain threads need almost
+from the same file, by as many threads as the segment has (`depth`): what the disk gives. They write
+back what they have read there, so the node loses nothing. (Of two files on one disk, both written
+before, one may take writes a sixth faster than the other.) Which of the two comes first changes
+from turn to turn, and the ratio is taken turn by turn. Nothing passes the page cache, neither side
+waits until the disk has made its writes durable, and all of the file has been written before (the
+first write to a place takes the file system twice as long). Plain threads need almost
 no processor, the store needs it for checksums and, far, for a copy of what is got (`ssd_tier_cpu`,
 both processes and the master): on a machine whose cores are busy (`load`) the ratio says how
 busy they are.
@@ -155,20 +156,36 @@ def remote(pipe: Connection, *request: object) -> float:
     return float(pipe.recv())
 
 
-def measure(recorder: Recorder, directory: Path, depth: int, fd: int, deep: bool) -> None:
+def open_written(path: Path, view: memoryview) -> tuple[int, int]:
+    """Open a slab that a node has made, and write all of it once; return how many blocks it has.
+
+    The first block is left alone: what the node says of the slab is there.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    num_blocks = os.fstat(fd).st_size // BLOCK
+    for first in range(1, num_blocks, BLOCKS):
+        offsets = [block * BLOCK for block in range(first, min(first + BLOCKS, num_blocks))]
+        for call in (os.preadv, os.pwritev):
+            plainly(call, fd, view, offsets, BLOCK, 1)
+    return fd, num_blocks
+
+
+def measure(recorder: Recorder, directory: Path, depth: int, deep: bool) -> None:
     secret = secrets.token_bytes(16)
-    segment = {"medium": "ssd", "bytes": SEGMENT_BYTES, "path": directory / f"slab-{depth}",
+    path = directory / f"slab-{depth}"
+    segment = {"medium": "ssd", "bytes": SEGMENT_BYTES, "path": path,
                "threads": depth, "direct": "require",
                "reader": "deepnvme" if deep else "threads"}  # fmt: skip
     config = KVStoreConfig(segments=(segment,), scrub={"enabled": False}, request_timeout_s=WAIT_S)
     memory = torch.from_numpy(AlignedBuffer(BLOCKS * BLOCK).array)
-    memory.numpy()[:] = 7
     view, rng = memoryview(memory.numpy()), np.random.default_rng()
     with ExitStack() as stack:
         master = start(stack, lead, config, secret)
         address = master.recv()
         pipe = start(stack, serve, address, secret, config, deep)
         pipe.recv()
+        fd, num_blocks = open_written(path, view)
+        stack.callback(os.close, fd)
         far = Side(stack, address, secret, config, lends=False)
 
         def cpu() -> float:
@@ -176,10 +193,12 @@ def measure(recorder: Recorder, directory: Path, depth: int, fd: int, deep: bool
 
         def turn(number: int, side: str, callers: int) -> dict[str, float]:
             keys = [secrets.token_bytes(16) for _ in range(BLOCKS)]
-            offsets = (rng.permutation(SEGMENT_BYTES // BLOCK - 1)[:BLOCKS] * BLOCK).tolist()
+            offsets = (rng.permutation(np.arange(1, num_blocks))[:BLOCKS] * BLOCK).tolist()
             found = {}
 
             def plain(operation: str, call: Callable[..., int]) -> None:
+                if operation == "put":  # what lies there
+                    plainly(os.preadv, fd, view, offsets, BLOCK, depth)
                 began = time.perf_counter()
                 plainly(call, fd, view, offsets, BLOCK, depth)
                 found[f"raw_{operation}"] = time.perf_counter() - began
@@ -223,20 +242,11 @@ def main() -> None:
     recorder = Recorder("ssd_tier")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
-        fill = torch.from_numpy(AlignedBuffer(BLOCKS * BLOCK).array)
-        fill.numpy()[:] = 3
-        with FileSlab(directory / "raw", SEGMENT_BYTES) as slab:
-            for start in range(0, SEGMENT_BYTES - BLOCKS * BLOCK, BLOCKS * BLOCK):
-                slab.write(fill, 0, start, BLOCKS * BLOCK)
-        fd = os.open(directory / "raw", os.O_RDWR | os.O_DIRECT)
-        try:
-            for deep in [False, True] if arguments.deepnvme else [False]:
-                for depth in DEPTHS:
-                    measure(recorder, directory, depth, fd, deep)
-                    for path in directory.glob("slab-*"):
-                        path.unlink()
-        finally:
-            os.close(fd)
+        for deep in [False, True] if arguments.deepnvme else [False]:
+            for depth in DEPTHS:
+                measure(recorder, directory, depth, deep)
+                for path in directory.glob("slab-*"):
+                    path.unlink()
     recorder.write()
 
 
