@@ -134,6 +134,9 @@ static void stripes_plain(uint64_t acc[8], unsigned char *target, const unsigned
 #define PAUSE() _mm_pause()
 #define STORES_DONE() _mm_sfence() /* those past the caches too */
 #define INLINE static inline __attribute__((always_inline))
+/* What is summed is what is stored: a compiler may load again what is used twice, and somebody may
+ * have changed it meanwhile. Behind this a vector is in a register, and comes from nowhere else. */
+#define LOADED(vector) __asm__ volatile("" : "+v"(vector))
 
 __attribute__((target("avx2"))) static __m256i scramble_avx2(__m256i acc, const unsigned char *key)
 {
@@ -172,6 +175,8 @@ __attribute__((target("avx2"))) static void stripes_avx2(uint64_t acc[8], unsign
         _mm_prefetch((const char *)from + AHEAD, _MM_HINT_T0);
         __m256i a = _mm256_loadu_si256((const __m256i *)from);
         __m256i b = _mm256_loadu_si256((const __m256i *)(from + 32));
+        LOADED(a);
+        LOADED(b);
         __m256i x = _mm256_xor_si256(a, _mm256_loadu_si256((const __m256i *)key));
         __m256i y = _mm256_xor_si256(b, _mm256_loadu_si256((const __m256i *)(key + 32)));
         x = _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32));
@@ -226,6 +231,7 @@ AVX512 INLINE __m512i block_avx512(__m512i sum, unsigned char *target, const uns
     for (size_t n = 0; n < count; n++) {
         _mm_prefetch((const char *)data + n * STRIPE + AHEAD, _MM_HINT_T0);
         __m512i a = _mm512_loadu_si512(data + n * STRIPE);
+        LOADED(a);
         sum = summed_avx512(sum, a, n);
         if (way == STREAM)
             _mm512_stream_si512((__m512i *)(target + n * STRIPE), a);
@@ -293,6 +299,7 @@ VBMI static void stripes_vbmi(uint64_t acc[8], unsigned char *target, const unsi
         order[i] = (unsigned char)(head + i);
     const __m512i places = _mm512_loadu_si512(order);
     __m512i sum = _mm512_loadu_si512(acc), last = _mm512_loadu_si512(data);
+    LOADED(last);
     sum = summed_avx512(sum, last, 0);
     _mm512_mask_storeu_epi8(target, ~0ULL >> (STRIPE - head), last);
     target += head;
@@ -300,6 +307,7 @@ VBMI static void stripes_vbmi(uint64_t acc[8], unsigned char *target, const unsi
         size_t of_block = n % STRIPES_PER_BLOCK;
         _mm_prefetch((const char *)data + n * STRIPE + AHEAD, _MM_HINT_T0);
         __m512i a = _mm512_loadu_si512(data + n * STRIPE);
+        LOADED(a);
         sum = summed_avx512(sum, a, of_block);
         _mm512_stream_si512((__m512i *)target, _mm512_permutex2var_epi8(last, places, a));
         target += STRIPE;

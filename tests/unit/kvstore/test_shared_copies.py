@@ -135,9 +135,12 @@ def test_threads_that_copy_at_once() -> None:
     assert len(ended) == len(threads)
 
 
+@pytest.mark.parametrize("shift", [0, 16])  # of the target, against the vectors
 @pytest.mark.usefixtures("always")
-def test_the_sum_is_that_of_what_was_stored_while_the_source_changes() -> None:
-    source, target = np.zeros((2, 8 << 20), dtype=np.uint8)
+def test_the_sum_is_that_of_what_was_stored_while_the_source_changes(shift: int) -> None:
+    source, memory = np.zeros(8 << 20, dtype=np.uint8), np.zeros((8 << 20) + 128, dtype=np.uint8)
+    start = -memory.ctypes.data % 64 + shift
+    target = memory[start : start + len(source)]
     stop, mixtures = threading.Event(), 0
 
     def scribble() -> None:
@@ -156,7 +159,7 @@ def test_the_sum_is_that_of_what_was_stored_while_the_source_changes() -> None:
     thread.start()
     try:
         end_s = time.monotonic() + SOON_S
-        while not mixtures:
+        while mixtures < 20:
             assert time.monotonic() < end_s, "the source never changed in the middle"
             until_shared(copy)
     finally:
