@@ -136,8 +136,10 @@ class WriteThrough:
             self._counts["skipped"] += len(keys) - taken
             if taken:
                 self._waiting += taken
-                parts = list(keys[:taken]), places[:taken], release, list(links[:taken])
-                self._queue.append(_Submission(*parts))
+                submission = _Submission(
+                    list(keys[:taken]), places[:taken], release, list(links[:taken])
+                )
+                self._queue.append(submission)
                 self._changed.notify_all()
         if not taken:
             release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, repeat
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,14 @@ from kvstore.wire.left_notes import Row
 from kvstore.wire.messages import HeldBlocks
 
 Ints = NDArray[np.int64]
+Offset = TypeVar("Offset", int, Ints)
 CHECKSUM_END: Final = 1 << 64
 _PAGE_BITS: Final = 12
 _PAGE_SHIFT: Final = 50  # offsets below 1 << 62 differ in their slots
 
 
-def slot_of(offset: int) -> int:
-    """Return another number for each offset of a segment, as the key of a dictionary.
+def slot_of(offset: Offset) -> Offset:
+    """Return another number for each offset of a segment, as the key of a dictionary; or of many.
 
     A dictionary looks where the low bits say, and those of offsets are as good as all zero. Here
     those of the page come first, so that neighbours are neighbours.
@@ -104,8 +105,7 @@ class BlockColumns:
             if (offsets[1:] < ends[:-1]).any():
                 return None
             rows = [rows[position] for position in order.tolist()]
-        in_page = offsets & (1 << _PAGE_BITS) - 1
-        slots = offsets >> _PAGE_BITS | in_page << _PAGE_SHIFT
+        slots = slot_of(offsets)
         return cls(offsets=offsets.tolist(), ends=ends.tolist(), slots=slots.tolist(), rows=rows)
 
     def runs(self, wanted: list[int]) -> Iterator[tuple[int, int]]:

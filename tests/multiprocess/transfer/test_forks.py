@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import select
 import signal
 import threading
 import time
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.engines import BACKENDS, BOTH, engine_pair, new_engine, offer
+from tests.support.forks import in_a_child
 from tests.support.ranks import Board, run_ranks
 from transfer import Access, PeerLost, RegionKey, Transfer, TransferEngine, allocate
 
@@ -36,30 +35,6 @@ def sockets() -> int:
             continue
         found += target.startswith(("socket:", "anon_inode:[event"))
     return found
-
-
-def in_a_child(work: Callable[[], Any]) -> Any:
-    """Fork, and return what `work` returns over there; a child that hangs is a failure."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            answer = work()
-        except BaseException as error:  # noqa: BLE001 - told to the parent
-            answer = f"{type(error).__name__}: {error}"
-        os.write(writer, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(writer)
-    try:
-        ready, _, _ = select.select([reader], [], [], SOON_S)
-        if not ready:
-            os.kill(child, signal.SIGKILL)
-        data = os.read(reader, 1 << 20)
-    finally:
-        os.waitpid(child, 0)
-        os.close(reader)
-    assert ready, "the child hangs"
-    return json.loads(data)
 
 
 class Busy:

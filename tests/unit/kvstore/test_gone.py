@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import secrets
 import sys
 from array import array
 from collections import OrderedDict
@@ -17,9 +16,7 @@ LOOPS = ("remember", "recall", "forget", "close_up")
 
 
 @pytest.fixture
-def rng():
-    seed = secrets.randbits(32)
-    print("seed", seed)
+def rng(seed):
     return random.Random(seed)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ import pytest
 import xxhash
 
 from kvstore import copying
+from tests.support.forks import in_a_child
 
 if not copying.COMPILED:
     pytest.skip("kvstore._native is not built: no C compiler", allow_module_level=True)
@@ -171,23 +170,7 @@ def test_the_sum_is_that_of_what_was_stored_while_the_source_changes(shift: int)
 @pytest.mark.usefixtures("always")
 def test_a_forked_child_finds_a_partner_of_its_own() -> None:
     until_shared(lambda: Memory().copy(one_long))
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            until_shared(lambda: Memory().copy(one_long))
-            os.write(writer, b"shared")
-        finally:
-            os._exit(0)
-    os.close(writer)
-    try:
-        ready, _, _ = select.select([reader], [], [], SOON_S)
-        if not ready:
-            os.kill(child, signal.SIGKILL)
-        assert os.read(reader, 100) == b"shared"
-    finally:
-        os.waitpid(child, 0)
-        os.close(reader)
+    assert in_a_child(lambda: until_shared(lambda: Memory().copy(one_long)) or "shared") == "shared"
     until_shared(lambda: Memory().copy(one_long))
 
 

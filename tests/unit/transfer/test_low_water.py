@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import select
+import socket
 import threading
 import time
 
@@ -28,10 +28,17 @@ from transfer.wire import Reply, RequestKind, Status
 pytestmark = pytest.mark.unit
 
 
+def send_with_pauses(sock: socket.socket, data: bytes, pauses: random.Random) -> None:
+    """Send parts of any size, with pauses shorter and longer than a look."""
+    while data:
+        step = pauses.randrange(1, 1 << 20)
+        sock.sendall(data[:step])
+        data = data[step:]
+        time.sleep(pauses.choice((0.0, 1e-5, 3e-3)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_rest_of_a_payload_makes_the_lane_readable(kind: str) -> None:
-    seed = int.from_bytes(os.urandom(4))
-    print("seed", seed)
+def test_the_rest_of_a_payload_makes_the_lane_readable(kind: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     nbytes = int(rng.integers(300 << 10, 900 << 10))
     payload = rng.integers(0, 256, nbytes, dtype=np.uint8)
@@ -61,10 +68,8 @@ def test_the_rest_of_a_payload_makes_the_lane_readable(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_payload_with_pauses_is_looked_for_and_slept_for(kind: str) -> None:
+def test_a_payload_with_pauses_is_looked_for_and_slept_for(kind: str, seed: int) -> None:
     """Longer than a look, and shorter: whoever waits takes all of each of several answers."""
-    seed = int.from_bytes(os.urandom(4))
-    print("seed", seed)
     rng, pauses = np.random.default_rng(seed), random.Random(seed)
     sizes = [int(n) for n in rng.integers(100 << 10, 3 << 20, 12)]
     payloads = [rng.integers(0, 256, n, dtype=np.uint8) for n in sizes]
@@ -75,11 +80,7 @@ def test_a_payload_with_pauses_is_looked_for_and_slept_for(kind: str) -> None:
         for number, payload in enumerate(payloads, 1):
             reply = Reply(status=Status.OK, transfer_id=number, slice_idx=0, nbytes=payload.nbytes)
             data = reply.encode() + payload.tobytes()
-            while data:
-                step = pauses.randrange(1, 1 << 20)
-                theirs.sendall(data[:step])
-                data = data[step:]
-                time.sleep(pauses.choice((0.0, 1e-5, 3e-3)))
+            send_with_pauses(theirs, data, pauses)
 
     owner = threading.Thread(target=answer)
     memories = [np.zeros(n, dtype=np.uint8) for n in sizes]
@@ -102,9 +103,7 @@ def test_a_payload_with_pauses_is_looked_for_and_slept_for(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_owner_lands_writes_that_come_with_pauses(kind: str) -> None:
-    seed = int.from_bytes(os.urandom(4))
-    print("seed", seed)
+def test_an_owner_lands_writes_that_come_with_pauses(kind: str, seed: int) -> None:
     rng, pauses = np.random.default_rng(seed), random.Random(seed)
     nbytes = 4 << 20
     owner = Rig(kind, nbytes)
@@ -112,11 +111,7 @@ def test_an_owner_lands_writes_that_come_with_pauses(kind: str) -> None:
     for number in range(1, 9):
         payload = rng.integers(0, 256, int(rng.integers(100 << 10, nbytes)), dtype=np.uint8)
         data = write_bytes(0, payload.tobytes(), transfer_id=number, oldest=number)
-        while data:
-            step = pauses.randrange(1, 1 << 20)
-            sock.sendall(data[:step])
-            data = data[step:]
-            time.sleep(pauses.choice((0.0, 1e-5, 3e-3)))
+        send_with_pauses(sock, data, pauses)
         assert read_reply(sock) is Status.OK
         assert (owner.memory[: payload.nbytes] == payload).all()
     sock.close()
