@@ -13,10 +13,10 @@ def check_address(address: str) -> str:
     Raises:
         ValueError: It is not.
     """
-    host, _, port = address.rpartition(":")
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= PORT_MAX
     bracketed = bare is not host
     if not bare or not is_port or bare != "".join(bare.split()) or (":" in bare and not bracketed):
-        raise ValueError(f"expected HOST:PORT, seen {address[:80]!r}")
+        raise ValueError(f"expected HOST:PORT, seen {address!r:.80}")
     return address

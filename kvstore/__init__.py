@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvstore.values.store import Store as Store
     from kvstore.values.values import RegionPiece as RegionPiece
     from kvstore.wire.messages import MasterStatistics as MasterStatistics
+    from kvstore.wire.messages import Medium as Medium
     from kvstore.wire.messages import Pin as Pin
     from kvstore.wire.messages import PutOutcome as PutOutcome
 
@@ -73,6 +74,7 @@ _HOME = {
     "MasterUnavailable": "errors",
     "NodeUnreachable": "errors",
     "Pieces": "client.pieces",
+    "Medium": "wire.messages",
     "Pin": "wire.messages",
     "Chain": "client.chain",
     "PutOptions": "client.put_options",

@@ -20,7 +20,7 @@ from kvstore.client.client_record import ClientRecord
 from kvstore.client.locations import Hit
 from kvstore.client.master_access import MasterAccess
 from kvstore.client.pieces import Ints, Pieces
-from kvstore.client.put_options import PutOptions
+from kvstore.client.put_options import PutOptions, check_options
 from kvstore.client.reading import Reading
 from kvstore.client.source import chunked_source, plain_source
 from kvstore.client.staging import Staging
@@ -109,6 +109,7 @@ class ClientCore:
         timeout_s: float | None,
     ) -> Steps[tuple[PutOutcome, ...]]:
         """As `StoreClient.put_pieces`."""
+        check_options(options)
         deadline_s = self.deadline(timeout_s)
         if not keys:
             return ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,20 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 IntsLike = Sequence[int] | Ints
+INT64_MAX: Final = (1 << 63) - 1
+
+
+def integers(values: int | IntsLike) -> Ints:
+    """Return a column of offsets or lengths. Raises InvalidValue if they are no such integers."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int64:  # as nearly always
+        return values
+    try:
+        found = np.asarray(values)
+        if found.size and (found.dtype.kind not in "iu" or int(found.max()) > INT64_MAX):
+            raise InvalidValue(problem=f"offsets and lengths are integers, not {values!r:.80}")
+        return found.astype(np.int64)
+    except (TypeError, ValueError) as error:  # of rows that differ in length
+        raise InvalidValue(problem=f"offsets and lengths are integers: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,13 +66,15 @@ class Pieces:
     def of_blocks(cls, region: Region, offsets: IntsLike, lengths: Ints) -> Pieces:
         """One piece per block: all of it, in one region."""
         count = len(lengths)
+        if not hasattr(region, "nbytes"):
+            raise InvalidValue(problem=f"a {type(region).__name__}, which is no region")
         zeros = np.zeros(count, dtype=np.int64)
         return cls(
             regions=(region,),
             region_idx=zeros,
             blocks=np.arange(count),
             starts=zeros,
-            offsets=np.asarray(offsets, dtype=np.int64),
+            offsets=integers(offsets),
             lengths=lengths,
             one_each=True,
         )

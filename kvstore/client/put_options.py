@@ -12,6 +12,8 @@ from kvstore.wire.messages import Medium, Pin
 
 REPLICAS_MAX: Final = 8
 LABEL_MAX: Final = 64
+CHUNK_BYTES_MAX: Final = (1 << 63) - 1
+MEDIA: Final = frozenset(Medium)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +45,58 @@ class PutOptions:
     chain: Chain | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if not 1 <= self.replicas <= REPLICAS_MAX:
             problem = f"replicas must be in [1, {REPLICAS_MAX}], not {self.replicas}"
             raise InvalidValue(problem=problem)
-        if self.chunk_bytes < 0:
-            raise InvalidValue(problem=f"chunk_bytes must not be below 0, not {self.chunk_bytes}")
+        if not 0 <= self.chunk_bytes <= CHUNK_BYTES_MAX:
+            problem = f"chunk_bytes must be in [0, {CHUNK_BYTES_MAX}], not {self.chunk_bytes}"
+            raise InvalidValue(problem=problem)
         if not 0 <= self.pin_s < math.inf:
             problem = f"pin_s must be a number of seconds from 0 on, not {self.pin_s}"
             raise InvalidValue(problem=problem)
-        if len(self.group) > LABEL_MAX:
-            problem = f"a group's name has at most {LABEL_MAX} characters, not {len(self.group)}"
-            raise InvalidValue(problem=problem)
+        check_group(self.group)
+
+
+def _check_types(options: PutOptions) -> None:
+    """Refuse here what a master would refuse, or take for something else."""
+    good = {
+        "pin": isinstance(options.pin, Pin),
+        "replicas, chunk_bytes": type(options.replicas) is type(options.chunk_bytes) is int,
+        "pin_s": isinstance(options.pin_s, int | float),
+        "wait_for_space": isinstance(options.wait_for_space, bool),
+        "chain": options.chain is None or isinstance(options.chain, Chain),
+        # A single name would be taken for its letters.
+        "media": _are_texts(options.media) and set(options.media) <= MEDIA,
+        "prefer": _are_texts(options.prefer),
+    }
+    for names, is_good in good.items():
+        if not is_good:
+            seen = ", ".join(f"{getattr(options, name)!r:.40}" for name in names.split(", "))
+            raise InvalidValue(problem=f"options of a put: {names} cannot be {seen}")
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, tuple | list) and all(isinstance(value, str) for value in values)
+
+
+def check_options(options: PutOptions) -> None:
+    """Raise InvalidValue if these are none."""
+    if not isinstance(options, PutOptions):
+        raise InvalidValue(problem=f"options are PutOptions, not {options!r:.40}")
+
+
+def check_group(group: str) -> None:
+    """Raise InvalidValue if this cannot be the name of a group."""
+    if not isinstance(group, str):
+        raise InvalidValue(problem=f"a group's name is text, not {group!r:.40}")
+    if len(group) > LABEL_MAX:
+        problem = f"a group's name has at most {LABEL_MAX} characters, not {len(group)}"
+        raise InvalidValue(problem=problem)
+    try:
+        group.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValue(problem=f"a group's name that is no UTF-8: {group!r:.40}") from error
 
 
 DEFAULT: Final = PutOptions()
@@ -63,5 +106,6 @@ def is_plain(options: PutOptions) -> bool:
     """Tell whether a value can be stored in one request as far as its options go."""
     if options is DEFAULT:
         return True
+    check_options(options)
     unusual = options.chunk_bytes or options.media or options.prefer or options.chain
     return options.replicas == 1 and not unusual

@@ -25,7 +25,7 @@ from kvstore.client.held_hit import HeldHit
 from kvstore.client.lease_keeper import LeaseKeeper
 from kvstore.client.locations import Hit
 from kvstore.client.master_map import MasterMap
-from kvstore.client.pieces import Pieces
+from kvstore.client.pieces import Pieces, integers
 from kvstore.client.put_options import PutOptions
 from kvstore.client.reserved_places import ReservedPlaces
 from kvstore.client.segment_keys import SegmentKeys
@@ -291,7 +291,7 @@ class StoreClient:
             options = PutOptions(pin=Pin.HARD if pin else Pin.NONE)
         elif pin:
             raise InvalidValue(problem="pin and options exclude one another")
-        lengths = np.broadcast_to(np.asarray(nbytes_each, dtype=np.int64), (len(keys),))
+        lengths = np.broadcast_to(integers(nbytes_each), (len(keys),))
         pieces = Pieces.of_blocks(region, offsets, lengths)
         return self.put_pieces(keys, pieces, options, timeout_s=timeout_s)
 

@@ -12,6 +12,7 @@ put      Allocate ─▶ granted rows ─▶ one write per segment ─▶ Finish
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.put_options import check_group
 from kvstore.client.steps import Steps, pause, work
-from kvstore.errors import MasterUnavailable
+from kvstore.errors import InvalidValue, MasterUnavailable
 from kvstore.timeouts import check_timeout
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PutOutcome
@@ -131,6 +133,11 @@ class Writing:
     ) -> Steps[int]:
         """Pin blocks that are there, or let them go again; return how many were found."""
         check_timeout(timeout_s)
+        check_group(group)
+        if not isinstance(pin, m.Pin):
+            raise InvalidValue(problem=f"a pin is a kvstore.Pin, not {pin!r:.40}")
+        if not 0 <= pin_s < math.inf:
+            raise InvalidValue(problem=f"pin_s must be seconds from 0 on, not {pin_s}")
         request = m.SetPin(self._record.name, list(keys), pin, pin_s, group)
         return (yield from self._master.ask(request, m.Done, timeout_s=timeout_s)).count
 
@@ -139,6 +146,7 @@ class Writing:
     ) -> Steps[int]:
         """Forget blocks, pinned ones too; return how many were there."""
         check_timeout(timeout_s)
+        check_group(group)
         request = m.Remove(list(keys), self._record.name, group)
         return (yield from self._master.ask(request, m.Done, timeout_s=timeout_s)).count
 

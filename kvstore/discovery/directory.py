@@ -86,10 +86,12 @@ class StaticMasters(KnownMasters):
         addresses: "host:port" of each shard's master, in order.
 
     Raises:
-        ValueError: One of them is not of that form.
+        ValueError: There is none, or one of them is not of that form.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
+        if not addresses:
+            raise ValueError("no master: at least one address is needed")
         super().__init__(len(addresses))
         self.move(addresses)
 
@@ -108,9 +110,16 @@ class StaticMasters(KnownMasters):
 
 
 def as_directory(masters: str | Sequence[str] | MasterDirectory) -> MasterDirectory:
-    """Return a directory of what may be one address, several, or a directory already."""
+    """Return a directory of what may be one address, several, or a directory already.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: No address, or something that is none.
+    """
     if isinstance(masters, str):
         return StaticMasters([masters])
     if isinstance(masters, Sequence):
         return StaticMasters(masters)
+    if not hasattr(masters, "num_shards"):
+        raise TypeError(f"masters are addresses or a directory, not {masters!r:.40}")
     return masters

@@ -42,8 +42,11 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
         """Describe a tensor.
 
         Raises:
-            InvalidValue: Without elements, of too many dimensions, or of a type that is not kept.
+            InvalidValue: No tensor, without elements, of too many dimensions, or of a type that is
+                not kept.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidValue(problem=f"a {type(tensor).__name__}, which is no tensor")
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _DTYPES or tensor.ndim > DIMENSIONS_MAX or not tensor.numel():
             raise InvalidValue(problem=f"a tensor of {tuple(tensor.shape)} {dtype}")

@@ -12,7 +12,7 @@ import torch
 from kvstore.client.block_reader import Copied
 from kvstore.client.locations import Hit
 from kvstore.client.pieces import Pieces
-from kvstore.client.put_options import PutOptions
+from kvstore.client.put_options import PutOptions, check_group
 from kvstore.client.steps import Steps
 from kvstore.errors import (
     BlockCorrupt,
@@ -187,6 +187,7 @@ class ValueOperations:
     def remove(self, names: Sequence[Name], group: str, timeout_s: float | None) -> Steps[int]:
         """As `Store.remove_batch`."""
         keys = self._core.names(self.keys(names))
+        check_group(group)
         self._hot.forget(keys, everything=bool(group))
         return (yield from self._core.writing.remove(keys, group=group, timeout_s=timeout_s))
 

@@ -79,8 +79,8 @@ def target_of(target: Value) -> Part:
             raise _refused("a target tensor that is not contiguous host memory")
         array = _tensor_bytes(target)
     elif isinstance(target, np.ndarray):
-        if not target.flags.c_contiguous or not target.flags.writeable:
-            raise _refused("a target array that is not contiguous or read-only")
+        if target.dtype.hasobject or not target.flags.c_contiguous or not target.flags.writeable:
+            raise _refused("a target array of objects, not contiguous, or read-only")
         array = target.reshape(-1).view(np.uint8)
     else:
         array = _as_bytes(target)
@@ -106,6 +106,8 @@ def as_tensor(array: Bytes) -> torch.Tensor:
 
 def _as_bytes(value: Value) -> Bytes:
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_meta:
+            raise _refused(f"a tensor of {value.layout} on {value.device}: no bytes in a row")
         return _tensor_bytes(value.detach().cpu().contiguous())
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:

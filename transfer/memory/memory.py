@@ -24,6 +24,7 @@ import torch
 
 from transfer.memory.by_address import ByAddress
 from transfer.memory.huge_pages import AlignedMapping, collapse, huge_page_bytes
+from transfer.memory.room import check_room, meminfo
 from transfer.memory.small_pages import small_pages
 
 PAGE_BYTES: Final = mmap.PAGESIZE
@@ -41,7 +42,6 @@ COLLAPSED_NAME: Final = "moe-runtime-huge"
 
 _NODES: Final = Path("/sys/devices/system/node/online")
 _SHMEM_HUGE: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_MEMINFO: Final = Path("/proc/meminfo")
 
 
 class Pages(StrEnum):
@@ -86,8 +86,11 @@ class Memory:
         self.start = 0
         self.nbytes = nbytes
         self.numa_node = numa_node
-        mapped = self._make_huge(nbytes) if huge_pages else None
+        # A small memory is not worth the question.
+        table = meminfo() if nbytes >= HUGE_BYTES_MIN else {}
+        mapped = self._make_huge(nbytes, table) if huge_pages else None
         if mapped is None:
+            check_room(nbytes, table)
             mapped = self._make_plain(nbytes, huge_pages=huge_pages)
         # The tensor keeps the mapping alive. Never close the mapping by hand: torch holds a
         # bare pointer into it, and reading that after an unmap kills the process.
@@ -110,8 +113,8 @@ class Memory:
             _live.discard(self.start)
             os.close(self.fd)
 
-    def _make_huge(self, nbytes: int) -> AlignedMapping | None:
-        page_bytes, free = _pool() if nbytes >= HUGE_BYTES_MIN else (0, 0)
+    def _make_huge(self, nbytes: int, table: dict[str, int]) -> AlignedMapping | None:
+        page_bytes, free = _pool(table)
         file_bytes = -(-nbytes // page_bytes) * page_bytes if page_bytes else 0
         # A small memory would waste most of a huge page.
         if nbytes < page_bytes or not 0 < file_bytes <= free * page_bytes:
@@ -166,7 +169,7 @@ def allocate(nbytes: int, *, huge_pages: bool = True, numa_node: int | None = No
 
     Raises:
         ValueError: `nbytes` is not positive, or there is no such node.
-        OSError: no memory, or no file descriptors.
+        OSError: less memory than that is available here, or there are no file descriptors.
     """
     return Memory(nbytes, huge_pages=huge_pages, numa_node=numa_node)
 
@@ -244,16 +247,10 @@ def prefer_node(mapped: mmap.mmap | memoryview, node: int) -> None:
         raise OSError(error, f"mbind to node {node}: {os.strerror(error)}")
 
 
-def _pool() -> tuple[int, int]:
+def _pool(table: dict[str, int]) -> tuple[int, int]:
     """Return the size of the pool's huge pages and how many are free; zeros without a pool."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
-            name, _, rest = line.partition(":")
-            if name in ("HugePages_Free", "HugePages_Rsvd", "Hugepagesize"):
-                found[name] = int(rest.split()[0])
-    free = found.get("HugePages_Free", 0) - found.get("HugePages_Rsvd", 0)
-    return (found.get("Hugepagesize", 0) << 10, free) if free > 0 else (0, 0)
+    free = table.get("HugePages_Free", 0) - table.get("HugePages_Rsvd", 0)
+    return (table.get("Hugepagesize", 0) << 10, free) if free > 0 else (0, 0)
 
 
 def _asks_for_huge() -> bool:

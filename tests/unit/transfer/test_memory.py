@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import os
@@ -9,11 +10,13 @@ import re
 import resource
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from tests.support.engines import open_descriptors
 from transfer import allocate
+from transfer.memory import room
 from transfer.memory.memory import Pages, memory_of, numa_nodes, prefer_node
 from transfer.memory.region import Region
 
@@ -58,6 +61,38 @@ def test_nothing_is_left_of_it() -> None:
 def test_no_memory_of_no_bytes(nbytes: int) -> None:
     with pytest.raises(ValueError, match="positive"):
         allocate(nbytes)
+
+
+@pytest.mark.parametrize("times", [2, 1000])
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_more_than_the_machine_has_is_refused_before_a_page_is_taken(
+    times: int, huge_pages: bool
+) -> None:
+    memory = psutil.virtual_memory()
+    nbytes = times * (memory.total + psutil.swap_memory().total)
+    before = open_descriptors()
+    with pytest.raises(OSError, match=f"no memory of {nbytes} bytes: [0-9]+ are") as caught:
+        allocate(nbytes, huge_pages=huge_pages)
+    assert caught.value.errno == errno.ENOMEM
+    assert open_descriptors() == before
+
+
+def test_the_room_is_that_of_the_machine_or_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"MemAvailable": 3000, "SwapFree": 1000}
+    limits = (tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes")
+    monkeypatch.setattr(room, "_LIMITS", limits)
+    for text, nbytes in ((None, 4000 << 10), ("max\n", 4000 << 10), ("2048000\n", 2000 << 10)):
+        if text is not None:
+            limits[0].write_text(text)
+        room.check_room(nbytes, table)
+        with pytest.raises(OSError, match=f"{nbytes} are available"):
+            room.check_room(nbytes + 1, table)
+    limits[1].write_text("1024000")
+    with pytest.raises(OSError, match="1024000 are available"):
+        room.check_room(2000 << 10, table)
+    room.check_room(1 << 60, {})  # nobody knows
 
 
 def test_views_of_a_memory_are_found() -> None:
