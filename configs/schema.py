@@ -52,13 +52,6 @@ class TransferBackend(StrEnum):
     TCP = "tcp"
 
 
-class DispatchBackend(StrEnum):
-    """`transfer` is the product; `collective` the torch.distributed reference (fixed members)."""
-
-    TRANSFER = "transfer"
-    COLLECTIVE = "collective"
-
-
 class MissingExperts(StrEnum):
     """What happens to an expert without a live copy: `wait` loads it first, `degrade` skips it."""
 
@@ -200,7 +193,6 @@ class TransferConfig(Frozen):
 class DispatchConfig(Frozen):
     """Token dispatch and combine across expert-parallel ranks."""
 
-    backend: DispatchBackend = DispatchBackend.TRANSFER
     pass_timeout_s: float = Field(
         2.0, gt=0, description="Longest silence of a peer inside a pass before it is suspected."
     )
