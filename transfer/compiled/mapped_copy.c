@@ -45,13 +45,8 @@ PyDoc_STRVAR(mapped_copy_wait_doc, "wait(timeout_s=None)\n--\n\nReturn: it has e
 static PyObject *mapped_copy_wait(MappedCopy *copy, PyObject *const *args, Py_ssize_t count,
                                   PyObject *keywords)
 {
-    (void)copy, (void)args;
-    Py_ssize_t named = keywords ? PyTuple_GET_SIZE(keywords) : 0;
-    if (count + named > 1 ||
-        (named && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(keywords, 0), "timeout_s"))) {
-        PyErr_SetString(PyExc_TypeError, "wait takes timeout_s only");
-        return NULL;
-    }
+    if (!without_timeout(args, count, keywords))
+        return wait_long((PyObject *)copy, args, count, keywords);
     Py_RETURN_NONE;
 }
 

@@ -167,22 +167,35 @@ static int lead(Message *message)
     return outcome == 0 && left ? attend_soon(message->load) : outcome;
 }
 
-PyDoc_STRVAR(message_wait_doc, "wait(timeout_s=None)\n--\n\nAs of any transfer.");
-
-static PyObject *message_wait(Message *message, PyObject *const *args, Py_ssize_t count,
-                              PyObject *keywords)
+/* Wait as Python does: with a timeout, which it checks, or for what has not ended well at once. */
+static PyObject *wait_long(PyObject *transfer, PyObject *const *args, Py_ssize_t count,
+                           PyObject *keywords)
 {
-    bool plain = !keywords && (count == 0 || (count == 1 && args[0] == Py_None));
-    if (plain && message->pending && lead(message) < 0)
-        return NULL;
-    if (message->settled && message->finished)
-        Py_RETURN_NONE;
-    PyObject *method = PyObject_GetAttr((PyObject *)message, names.wait_long);
+    PyObject *method = PyObject_GetAttr(transfer, names.wait_long);
     if (!method)
         return NULL;
     PyObject *done = PyObject_Vectorcall(method, args, (size_t)count, keywords);
     Py_DECREF(method);
     return done;
+}
+
+static bool without_timeout(PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    return !keywords && (count == 0 || (count == 1 && args[0] == Py_None));
+}
+
+PyDoc_STRVAR(message_wait_doc, "wait(timeout_s=None)\n--\n\nAs of any transfer.");
+
+static PyObject *message_wait(Message *message, PyObject *const *args, Py_ssize_t count,
+                              PyObject *keywords)
+{
+    if (!without_timeout(args, count, keywords))
+        return wait_long((PyObject *)message, args, count, keywords);
+    if (message->pending && lead(message) < 0)
+        return NULL;
+    if (message->settled && message->finished)
+        Py_RETURN_NONE;
+    return wait_long((PyObject *)message, args, count, keywords);
 }
 
 /* ---- its attributes */

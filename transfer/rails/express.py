@@ -67,6 +67,7 @@ class Copied(native.MappedCopy, Transfer):
 
     backend = "shared_memory"
     _finished = True
+    wait_long = Transfer.wait
 
 
 Post = Callable[

@@ -21,7 +21,6 @@ from transfer import (
     PeerUnknown,
     PeerUnreachable,
     RegionKey,
-    Transfer,
     TransferEngine,
     TransferTimeout,
     allocate,
@@ -181,12 +180,17 @@ def test_a_call_that_makes_no_sense(
 
 
 @pytest.mark.parametrize("timeout_s", TIMEOUTS, ids=repr)
-def test_waiting_for_no_time_is_refused_by_name(scene: Scene, timeout_s: Any) -> None:
-    transfer = write(scene, [0, 32], [3, 5], 17)
-    assert isinstance(transfer, Transfer), "one that has ended in compiled code does not look"
-    with pytest.raises(WRONG, match="timeout_s must be"):
-        transfer.wait(timeout_s)
-    transfer.wait()
+@pytest.mark.parametrize("pieces", [([0, 32], [3, 5], 17), (0, 3, 17)], ids=["scattered", "one"])
+def test_waiting_for_no_time_is_refused_by_name(
+    scene: Scene, timeout_s: Any, pieces: tuple[Any, Any, int]
+) -> None:
+    transfer = write(scene, *pieces)
+    for _ in ("under way, perhaps", "ended"):
+        with pytest.raises(WRONG, match="timeout_s must be"):
+            transfer.wait(timeout_s)
+        with pytest.raises(WRONG, match="timeout_s must be"):
+            transfer.wait(timeout_s=timeout_s)
+        transfer.wait()
     scene.check_usable()
 
 
