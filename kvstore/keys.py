@@ -18,6 +18,8 @@ from typing import Final
 import numpy as np
 import xxhash
 
+from kvstore.errors import InvalidValue
+
 KEY_BYTES: Final = 16
 
 
@@ -53,23 +55,36 @@ def prefix_keys(
         block_tokens: Tokens per block, at least 1.
         namespace: From `block_namespace`.
         parent: Key of the block before `token_ids[0]`, to continue a chain.
+
+    Raises:
+        InvalidValue: A token that is no integer, no tokens per block, or a name that is no bytes.
     """
     if block_tokens < 1:
-        raise ValueError(f"block_tokens must be at least 1, not {block_tokens}")
-    tokens = np.ascontiguousarray(token_ids, dtype="<i8")
+        raise InvalidValue(problem=f"block_tokens must be at least 1, not {block_tokens}")
+    given = np.asarray(token_ids)
+    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+        problem = f"token_ids must be integers in one row, not {given.dtype} of shape {given.shape}"
+        raise InvalidValue(problem=problem)
+    tokens = np.ascontiguousarray(given, dtype="<i8")
     num_blocks = len(tokens) // block_tokens
     if num_blocks == 0:
         return []
     blocks = tokens[: num_blocks * block_tokens].data.cast("B")
     block_bytes = block_tokens * tokens.itemsize
     keys = []
-    previous = namespace if parent is None else parent
+    previous = _check_bytes(namespace if parent is None else parent)
     for start in range(0, num_blocks * block_bytes, block_bytes):
         state = xxhash.xxh3_128(previous)
         state.update(blocks[start : start + block_bytes])
         previous = state.digest()
         keys.append(previous)
     return keys
+
+
+def _check_bytes(name: object) -> bytes:
+    if not isinstance(name, bytes):
+        raise InvalidValue(problem=f"namespace and parent must be bytes, not {type(name).__name__}")
+    return name
 
 
 def _digest(*parts: str) -> bytes:

@@ -22,10 +22,10 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def check_type(what: str, value: object, wanted: type[T]) -> T:
-    """Return `value`; `TypeError` unless it is a `wanted`."""
+def check_type(what: str, value: object, wanted: type[T], *, hint: str = "") -> T:
+    """Return `value`; `TypeError`, with the hint at its end, unless it is a `wanted`."""
     if not isinstance(value, wanted):
-        raise TypeError(f"{what} must be a {wanted.__name__}, got {type(value).__name__}")
+        raise TypeError(f"{what} must be a {wanted.__name__}, got {type(value).__name__}{hint}")
     return value
 
 

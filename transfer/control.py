@@ -27,6 +27,7 @@ LINGER_MS = 200
 _POLL_MS = 100
 # Larger messages close the connection: nothing on this channel is anywhere near.
 MESSAGE_BYTES_MAX = 64 << 20
+PORT_MAX = 65535
 _LOOK_AGAIN_S = 1.0  # how often a client that goes by ZeroMQ looks for a local server
 
 
@@ -94,6 +95,8 @@ class RpcServer:
         port: int = 0,
         afterwards: Callable[[], None] | None = None,
     ) -> None:
+        if not 0 <= port <= PORT_MAX:
+            raise ValueError(f"a port is in [0, {PORT_MAX}], got {port}")
         self._secret = secret
         self._handler = handler
         self._afterwards = afterwards

@@ -181,7 +181,9 @@ class ImmediateTimeout(TransferError, TimeoutError):
     missing: tuple[tuple[str, int], ...]
 
     def _message(self) -> str:
-        return f"{len(self.missing)} immediates missing, first: {self.missing[:4]}"
+        first = ", ".join(f"{immediate} of {peer}" for peer, immediate in self.missing[:4])
+        more = f" and {len(self.missing) - 4} others" if len(self.missing) > 4 else ""
+        return f"not all immediates came in time; missing: {first}{more}"
 
 
 class Interrupted(TransferError):
@@ -294,8 +296,11 @@ class RpcTimeout(ControlError, TimeoutError):
     timeout_s: float
 
     def __post_init__(self) -> None:
-        """Say which server, and how long."""
-        self.reason = f"no reply from {self.address} within {self.timeout_s:.3f} s"
+        """Say which server. How long the last attempt took misleads whoever has made several."""
+        self.reason = (
+            f"no reply from {self.address} in time: nobody is there, it hangs or is busy, or it has"
+            " another cluster secret"
+        )
         super().__post_init__()
 
 

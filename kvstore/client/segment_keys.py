@@ -196,7 +196,11 @@ class SegmentKeys:
             with self._offered:
                 del self._awaited[ask_id]
         if key is None:
-            raise _unreachable(where, "it did not offer its segment in time")
+            raise _unreachable(
+                where,
+                "it did not offer its segment in time: it hangs, or its engine, or this client's,"
+                " was not told to hand on notes (`engine.on_notify`)",
+            )
         return key
 
     def _open_mailbox(self, target: Target) -> mailbox.Outbox | None:

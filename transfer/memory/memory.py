@@ -18,7 +18,7 @@ import platform
 import weakref
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, SupportsIndex
 
 import torch
 
@@ -78,6 +78,8 @@ class Memory:
     def __init__(
         self, nbytes: int, *, huge_pages: bool = True, numa_node: int | None = None
     ) -> None:
+        if not isinstance(nbytes, SupportsIndex):
+            raise TypeError(f"nbytes must be an int, got {type(nbytes).__name__}")
         if nbytes <= 0:
             raise ValueError(f"nbytes must be positive, got {nbytes}")
         if numa_node is not None and numa_node not in numa_nodes():
@@ -168,7 +170,7 @@ def allocate(nbytes: int, *, huge_pages: bool = True, numa_node: int | None = No
         numa_node: take the pages from this node while it has some.
 
     Raises:
-        ValueError: `nbytes` is not positive, or there is no such node.
+        TypeError, ValueError: `nbytes` is no positive int, or there is no such node.
         OSError: less memory than that is available here, or there are no file descriptors.
     """
     return Memory(nbytes, huge_pages=huge_pages, numa_node=numa_node)

@@ -30,6 +30,7 @@ from transfer.errors import PeerUnknown, ProtocolViolation
 from transfer.memory.memory import Memory, memory_of
 
 TOKEN_BYTES: Final = 16
+BUFFER_HINT: Final = ": `allocate` makes memory, and `torch.frombuffer` a tensor of a buffer"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -145,7 +146,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: not contiguous, or not host memory.
     """
-    check_type("memory", tensor, torch.Tensor)
+    check_type("memory", tensor, torch.Tensor, hint=BUFFER_HINT)
     if tensor.device.type != "cpu":
         raise ValueError(f"only host memory can be registered, got a tensor on {tensor.device}")
     if tensor.layout is not torch.strided or not tensor.is_contiguous():

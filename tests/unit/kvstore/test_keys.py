@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore import KEY_BYTES, block_namespace, named_key, prefix_keys
+from kvstore import KEY_BYTES, InvalidValue, block_namespace, named_key, prefix_keys
 
 
 def naive_keys(tokens, block_tokens, namespace):
@@ -71,3 +71,15 @@ def test_namespaces_separate_every_part():
 def test_block_tokens_must_be_positive():
     with pytest.raises(ValueError, match="block_tokens"):
         prefix_keys([1], block_tokens=0, namespace=b"")
+
+
+@pytest.mark.parametrize("tokens", [["a"], [1.0], [None], [True], [[1]], "text", 7], ids=repr)
+def test_what_is_no_row_of_integers_has_no_keys(tokens):
+    with pytest.raises(InvalidValue, match="token_ids must be integers"):
+        prefix_keys(tokens, block_tokens=1, namespace=b"n" * 16)
+
+
+@pytest.mark.parametrize("names", [{"namespace": "n"}, {"namespace": b"n", "parent": "p"}])
+def test_names_of_text_are_refused(names):
+    with pytest.raises(InvalidValue, match="must be bytes, not str"):
+        prefix_keys([1], block_tokens=1, **names)

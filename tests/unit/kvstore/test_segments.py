@@ -313,7 +313,7 @@ def test_configuration():
 @pytest.mark.parametrize(
     ("config", "seen"),
     [(SegmentConfig(bytes=SIZE, numa_node=4097), "no NUMA node 4097"),
-     (SegmentConfig(bytes=1 << 60), "annot allocate memory")],
+     (SegmentConfig(bytes=1 << 60), "are available")],
 )  # fmt: skip
 def test_memory_that_is_not_there_says_what_was_asked_for(engine, config, seen):
     segment = segment_of(config)

@@ -188,6 +188,12 @@ def test_the_keys_of_the_roles_differ() -> None:
     assert len(pairs) == 4
 
 
+@pytest.mark.parametrize("port", [-5, 65536])
+def test_what_is_no_port_is_refused(port: int) -> None:
+    with pytest.raises(ValueError, match="a port is in"):
+        RpcServer(SECRET, answer, host="127.0.0.1", port=port)
+
+
 def test_nothing_is_left_behind() -> None:
     def cycle() -> None:
         server = RpcServer(SECRET, answer, host="127.0.0.1")

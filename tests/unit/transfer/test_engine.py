@@ -366,6 +366,15 @@ def test_bad_arguments_are_refused(options: dict[str, object]) -> None:
         new_engine(**options)  # type: ignore[arg-type]
 
 
+def test_an_engine_that_was_never_open_has_no_address() -> None:
+    engine = new_engine()
+    with pytest.raises(EngineClosed, match="once it is open"):
+        _ = engine.address
+    with engine:
+        address = engine.address
+    assert engine.address == address
+
+
 def test_bad_windows_and_tensors_are_refused() -> None:
     with new_engine() as a:
         region = a.register(torch.zeros(16, dtype=torch.uint8))

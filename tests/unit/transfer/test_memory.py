@@ -9,6 +9,7 @@ import os
 import re
 import resource
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -95,6 +96,12 @@ def test_the_room_is_that_of_the_machine_or_of_the_container(
     room.check_room(1 << 60, {})  # nobody knows
 
 
+@pytest.mark.parametrize("nbytes", [1e6, "4096", None], ids=repr)
+def test_no_memory_of_what_is_no_number_of_bytes(nbytes: Any) -> None:
+    with pytest.raises(TypeError, match="nbytes must be an int"):
+        allocate(nbytes)
+
+
 def test_views_of_a_memory_are_found() -> None:
     memory = allocate(1 << 16)
     view = memory.tensor[4096:8192].view(torch.bfloat16).view(2, 1024)
@@ -120,6 +127,8 @@ def test_what_cannot_be_registered() -> None:
         Region(torch.zeros(4, 4).t())
     with pytest.raises(ValueError, match="host memory"):
         Region(torch.zeros(4, device="meta"))
+    with pytest.raises(TypeError, match=r"a Tensor, got bytearray: .*frombuffer"):
+        Region(bytearray(4))  # type: ignore[arg-type]
 
 
 def test_a_thousand_memories_are_told_apart() -> None:
