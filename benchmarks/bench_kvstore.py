@@ -29,7 +29,7 @@ SHAPES = ((1, 65536), (16, 65536), (64, 16384), (64, 65536), (8, 1 << 20))
 def lend(pipe: Connection, address: str, secret: bytes, config: KVStoreConfig) -> None:
     engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=secret)
     node = StoreNode(engine, address, config, secret=secret)
-    engine.on_notify(lambda peer, payload: node.on_notify(peer, payload) and None)
+    engine.on_notify(node.on_notify)
     with engine, node:
         pipe.send(node.wait_registered(30.0))
         pipe.recv()
@@ -51,7 +51,7 @@ def measure(recorder: Recorder, backend: TransferBackend, blocks: int, nbytes: i
         name = secrets.token_hex(8)
         engine = TransferEngine(TransferConfig(backend=backend), name=name, secret=secret)
         client = StoreClient(engine, master.address, config, secret=secret)
-        engine.on_notify(lambda peer, payload: client.on_notify(peer, payload) and None)
+        engine.on_notify(client.on_notify)
         stack.enter_context(engine)
         stack.enter_context(client)
         memory = allocate(blocks * nbytes)

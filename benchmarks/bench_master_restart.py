@@ -52,10 +52,7 @@ def run_node(pipe: Connection, masters: list[str], config: KVStoreConfig, secret
     engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=secret)
     node = StoreNode(engine, masters, config, secret=secret)
 
-    def listen(peer: str, payload: bytes) -> None:
-        node.on_notify(peer, payload)
-
-    engine.on_notify(listen)
+    engine.on_notify(node.on_notify)
     with engine, node:
         pipe.send(node.wait_registered(WAIT_S))
         while pipe.recv():
@@ -183,10 +180,7 @@ def measure(shards: int, blocks: int, rounds: int, recorder: Recorder) -> None:
         engine = stack.enter_context(TransferEngine(TransferConfig(), name="bench", secret=secret))
         client = StoreClient(engine, masters.addresses, config, secret=secret)
 
-        def listen(peer: str, payload: bytes) -> None:
-            client.on_notify(peer, payload)
-
-        engine.on_notify(listen)
+        engine.on_notify(client.on_notify)
         stack.enter_context(client)
         keys = fill(engine, client, blocks)
         observer = MasterMap(

@@ -145,8 +145,8 @@ class PoolAccess:
             local_node=node,
             tenant=Tenant() if chosen is None else Tenant(chosen.name, chosen.token()),
         )
-        engine.on_notify(lambda peer, payload: _ignore(node.on_notify(peer, payload)))
-        engine.on_notify(lambda peer, payload: _ignore(client.on_notify(peer, payload)))
+        engine.on_notify(node.on_notify)
+        engine.on_notify(client.on_notify)
         self._node, self._client = node, client
 
 
@@ -158,8 +158,3 @@ def _namespace(config: RuntimeConfig, weights: Weights) -> bytes:
         f"D{spec.head_dim} {config.model.exactness}"
     )
     return block_namespace(weights.fingerprint, str(weights.dtype), layout)
-
-
-def _ignore(taken: bool) -> None:
-    """Each listener of an engine sees every notify and takes those with its own prefix."""
-    del taken

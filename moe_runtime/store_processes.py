@@ -112,10 +112,7 @@ def store_node_command(embedded: str, slot: int, metrics: str, **options: object
         make_slab = slab_for(lent.lent)
         node = StoreNode(engine, directory, lent, secret=secret, make_slab=make_slab)
 
-        def listen(peer: str, payload: bytes) -> None:
-            node.on_notify(peer, payload)
-
-        engine.on_notify(listen)
+        engine.on_notify(node.on_notify)
         stack.enter_context(followed(directory))
         stack.enter_context(engine)
         stack.enter_context(node)

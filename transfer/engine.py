@@ -51,6 +51,7 @@ class TransferEngine(Offering, Movement, Arrivals):
     """
 
     def __init__(self, config: TransferConfig, *, name: str, secret: bytes) -> None:
+        check_type("config", config, TransferConfig)
         check_name(name)
         if not check_type("secret", secret, bytes):
             raise ValueError("the cluster secret is empty")
@@ -166,7 +167,13 @@ class TransferEngine(Offering, Movement, Arrivals):
 
     @property
     def address(self) -> str:
-        """Where peers connect, "host:port". Known once open."""
+        """Where peers connect, "host:port".
+
+        Raises:
+            EngineClosed: it was never open.
+        """
+        if self._state == "new":
+            raise EngineClosed("an engine has an address once it is open; this one is not yet")
         return self._rendezvous.facts.address
 
     def connect(self, address: str, *, timeout_s: float | None = None) -> Peer:
@@ -267,7 +274,10 @@ class TransferEngine(Offering, Movement, Arrivals):
             raise TransferTimeout(name, "notify", backend=link.backend, elapsed_s=elapsed_s)
 
     def on_notify(self, handler: NotifyHandler) -> None:
-        """Call `handler(peer, payload)` for each notify, on the engine's thread. Before `open`."""
+        """Call `handler(peer, payload)` for each notify, on the engine's thread. Before `open`.
+
+        Every handler sees every notify, and takes what is meant for it; what it returns is ignored.
+        """
         self._links.handlers.notify.append(check_handler(handler))
 
     def on_peer_lost(self, handler: LostHandler) -> None:

@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 
 BACKLOG_MAX: Final = 1 << 14
 
-NotifyHandler = Callable[[str, bytes], None]
-LostHandler = Callable[[str, str], None]
+# What they return is of no meaning: a handler may tell its own callers whether it took a notify.
+NotifyHandler = Callable[[str, bytes], object]
+LostHandler = Callable[[str, str], object]
 
 
 class Handlers:
@@ -55,7 +56,7 @@ class Handlers:
         for handler in self.lost:
             self._run(partial(handler, name, evidence))
 
-    def _run(self, call: Callable[[], None]) -> None:
+    def _run(self, call: Callable[[], object]) -> None:
         try:
             call()
         except Exception:

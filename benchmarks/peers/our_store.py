@@ -87,10 +87,7 @@ def lend(pipe: Connection, address: str, secret: bytes) -> None:
     engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=secret)
     node = StoreNode(engine, address, config(), secret=secret)
 
-    def listen(peer: str, payload: bytes) -> None:
-        node.on_notify(peer, payload)
-
-    engine.on_notify(listen)
+    engine.on_notify(node.on_notify)
     with engine, node:
         pipe.send(node.wait_registered(30.0))
         pipe.recv()

@@ -56,7 +56,8 @@ Offsets = Sequence[int] | npt.NDArray[np.int64]
 class StoreClient:
     """A process's access to the pool. All methods are thread-safe and have deadlines.
 
-    The owner of the engine chains `on_notify` into its own callback.
+    The owner of the engine has it hear notes: `engine.on_notify(client.on_notify)`, before it opens
+    the engine.
 
     Args:
         engine: The process's engine, open while the client is used.

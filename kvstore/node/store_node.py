@@ -72,7 +72,8 @@ class NodeStatistics:
 class StoreNode:
     """One process's part of the pool.
 
-    The owner of the engine chains `on_notify` into its own callback. All methods are thread-safe.
+    The owner of the engine has it hear notes: `engine.on_notify(node.on_notify)`, before it opens
+    the engine. All methods are thread-safe.
 
     Args:
         engine: Open, or opened before `open`.
@@ -123,8 +124,10 @@ class StoreNode:
         """Lend the segments. Registration goes on in the background; see `wait_registered`.
 
         Raises:
+            EngineClosed: The engine is not open yet.
             As `Segment.open`, of the first that cannot be had; the others are given back.
         """
+        logger.debug("store node %s opens at %s", self.name, self._engine.address)
         with ExitStack() as stack:
             for segment in self._segments:
                 segment.open(self._engine)

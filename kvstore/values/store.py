@@ -79,10 +79,7 @@ class Store:
             engine, masters, config or KVStoreConfig(), secret=secret, tenant=tenant
         )
 
-        def listen(peer: str, payload: bytes) -> None:
-            client.on_notify(peer, payload)
-
-        engine.on_notify(listen)
+        engine.on_notify(client.on_notify)
         with ExitStack() as stack:
             stack.enter_context(engine)
             stack.enter_context(client)

@@ -99,7 +99,7 @@ class NotifyRemote:
         # b"" stands for the loss of the target.
         self._replies: queue.Queue[bytes] = queue.Queue(REPLIES_MAX)
         self._evidence = ""
-        engine.on_notify(lambda peer, payload: self._note(peer, payload))
+        engine.on_notify(self._note)
         engine.on_peer_lost(self._lose)
 
     def bind(self, peer: Peer) -> None:

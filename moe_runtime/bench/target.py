@@ -124,7 +124,7 @@ class TargetService:
         self._events: queue.Queue[tuple[str, bytes]] = queue.Queue(REQUESTS_MAX)
         self._lost: set[str] = set()
         self.engine = TransferEngine(config, name=secrets.token_hex(8), secret=secret)
-        self.engine.on_notify(lambda peer, payload: self._note(peer, payload))
+        self.engine.on_notify(self._note)
         self.engine.on_peer_lost(self._lose)
 
     def run(self, *, until_left: bool) -> None:

@@ -71,7 +71,7 @@ class LendingNode:
         self.name = secrets.token_hex(8)
         self.engine = TransferEngine(TransferConfig(), name=self.name, secret=secret)
         self.node = StoreNode(self.engine, master, self.config, secret=secret)
-        self.engine.on_notify(lambda peer, note: self.node.on_notify(peer, note) and None)
+        self.engine.on_notify(self.node.on_notify)
         stack.enter_context(self.engine)
         stack.enter_context(self.node)
         assert self.node.wait_registered(WAIT_S)

@@ -37,8 +37,8 @@ class LoopbackEngine:
         self.sent = 0
         self._peers: dict[str, LoopbackPeer] = {}
         self._fenced: set[str] = set()
-        self._notified: list[Callable[[str, bytes], None]] = []
-        self._lost: list[Callable[[str, str], None]] = []
+        self._notified: list[Callable[[str, bytes], object]] = []
+        self._lost: list[Callable[[str, str], object]] = []
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"loopback-{name}", daemon=True)
         hub.engines[self.address] = self
@@ -49,10 +49,10 @@ class LoopbackEngine:
             if not self.deaf.is_set():
                 work()
 
-    def on_notify(self, handler: Callable[[str, bytes], None]) -> None:
+    def on_notify(self, handler: Callable[[str, bytes], object]) -> None:
         self._notified.append(handler)
 
-    def on_peer_lost(self, handler: Callable[[str, str], None]) -> None:
+    def on_peer_lost(self, handler: Callable[[str, str], object]) -> None:
         self._lost.append(handler)
 
     def peer(self, name: str) -> LoopbackPeer:

@@ -26,7 +26,7 @@ class PoolMember:
         self.node = StoreNode(self.engine, address, config, secret=secret)
         self.client = StoreClient(self.engine, address, config, secret=secret, local_node=self.node)
         for part in (self.node, self.client):
-            self.engine.on_notify(lambda peer, payload, p=part: p.on_notify(peer, payload) and None)
+            self.engine.on_notify(part.on_notify)
         stack.enter_context(self.engine)
         stack.enter_context(self.node)
         stack.enter_context(self.client)

@@ -41,7 +41,7 @@ class Pool:
     def _node(self) -> StoreNode:
         engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=self.secret)
         node = StoreNode(engine, self.addresses, self.config, secret=self.secret)
-        engine.on_notify(lambda peer, payload: node.on_notify(peer, payload) and None)
+        engine.on_notify(node.on_notify)
         self.stack.enter_context(engine)
         self.stack.enter_context(node)
         assert node.wait_registered(WAIT_S)

@@ -51,7 +51,7 @@ def test_a_master_and_a_node_as_commands(tmp_path):
             engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=secret)
             knobs = load_config(str(file), unneeded=["model.path"]).kvstore
             client = StoreClient(engine, address, knobs, secret=secret)
-            engine.on_notify(lambda peer, payload: client.on_notify(peer, payload) and None)
+            engine.on_notify(client.on_notify)
             with engine, client:
                 memory = allocate(1 << 16)
                 region = engine.register(memory)

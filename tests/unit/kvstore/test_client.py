@@ -34,8 +34,8 @@ class Member:
         self.engine = TransferEngine(TransferConfig(), name=self.name, secret=secret)
         self.node = StoreNode(self.engine, address, config, secret=secret)
         self.client = StoreClient(self.engine, address, config, secret=secret, local_node=self.node)
-        self.engine.on_notify(lambda peer, payload: self.node.on_notify(peer, payload) and None)
-        self.engine.on_notify(lambda peer, payload: self.client.on_notify(peer, payload) and None)
+        self.engine.on_notify(self.node.on_notify)
+        self.engine.on_notify(self.client.on_notify)
         stack.enter_context(self.engine)
         if lends:
             stack.enter_context(self.node)

@@ -35,7 +35,7 @@ class FarPool:
         self.node = LendingNode(stack, self.master.address, secret, (file,))
         self.engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=secret)
         self.client = StoreClient(self.engine, self.master.address, config, secret=secret)
-        self.engine.on_notify(lambda peer, note: self.client.on_notify(peer, note) and None)
+        self.engine.on_notify(self.client.on_notify)
         stack.enter_context(self.engine)
         stack.enter_context(self.client)
         memory = torch.zeros(nbytes, dtype=torch.uint8)
