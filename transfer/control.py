@@ -304,7 +304,7 @@ class RpcClient:
         if self._socket is not None and now < self._look_at:
             return None
         self._look_at = now + _LOOK_AGAIN_S
-        line = find_line(self.address, self._secret, self._identity, deadline)
+        line = find_line(self.address, self._secret, self._identity, deadline, shares_memory=True)
         if line is not None:
             self._drop_socket()
         return line

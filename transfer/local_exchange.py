@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from transfer import native
+from transfer.local_board import WAKE, is_board
 from transfer.local_rpc import (
     IDENTITY_BYTES_MAX,
     LENGTH,
@@ -42,7 +43,10 @@ REST_S: Final = 0.1
 class _Caller:
     """One connection at the server. `identity` is empty until the caller has proved itself."""
 
-    __slots__ = ("arrived", "identity", "since_s", "socket", "transcript", "unsent", "wanted")
+    __slots__ = (
+        "arrived", "board", "identity", "shares", "since_s", "socket", "transcript", "unsent",
+        "wanted",
+    )  # fmt: skip
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -51,6 +55,8 @@ class _Caller:
         self.arrived = bytearray()
         self.wanted = 0  # bytes that make `arrived` worth looking at
         self.unsent = b""
+        self.board = -1  # a descriptor that came with its proof, until that was looked at
+        self.shares = False  # a board
         self.since_s = time.monotonic()
 
 
@@ -185,7 +191,7 @@ class Exchange:
     def _read(self, caller: _Caller, data: bytes | None) -> bool:
         """Take what has come, or has been read; False if the caller is to be dropped."""
         if data is None:
-            data = caller.socket.recv(RECEIVE_BYTES)
+            data = caller.socket.recv(RECEIVE_BYTES) if caller.identity else _first(caller)
         is_good = bool(data) and self._take_frames(caller, data)
         if self._compiled is not None:
             plain = is_good and bool(caller.identity) and not caller.arrived
@@ -202,6 +208,10 @@ class Exchange:
         at, left = 0, len(data)
         while left >= LENGTH.size:
             (nbytes,) = LENGTH.unpack_from(data, at)
+            if nbytes == WAKE and caller.shares:
+                at += LENGTH.size
+                left -= LENGTH.size
+                continue
             if nbytes > (self._nbytes_max if caller.identity else NONCE_BYTES + IDENTITY_BYTES_MAX):
                 return False
             start = at + LENGTH.size
@@ -246,6 +256,11 @@ class Exchange:
             return False
         caller.identity = caller.transcript[2 * NONCE_BYTES :].decode(errors="replace")
         self._unproved.discard(caller)
+        if caller.board >= 0:
+            if self._compiled is not None and is_board(caller.board):
+                descriptor = caller.socket.fileno()
+                caller.shares = self._compiled.set_board(descriptor, caller.board)
+            _drop_board(caller)
         return True
 
     def _send(self, caller: _Caller, data: bytes) -> None:
@@ -266,6 +281,8 @@ class Exchange:
     def _drop(self, caller: _Caller) -> None:
         if self._compiled is not None:
             self._compiled.set_plain(caller.socket.fileno(), False)
+            self._compiled.set_board(caller.socket.fileno(), -1)
+        _drop_board(caller)
         self._callers.pop(caller.socket.fileno(), None)
         self._unproved.discard(caller)
         caller.socket.close()
@@ -274,3 +291,20 @@ class Exchange:
         late_s = time.monotonic() - PROOF_S_MAX
         for caller in [each for each in self._unproved if each.since_s < late_s]:
             self._drop(caller)
+
+
+def _first(caller: _Caller) -> bytes:
+    """Take what has come from who is not proved, which may bring a board."""
+    data, descriptors, _, _ = socket.recv_fds(
+        caller.socket, RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+    )
+    for descriptor in descriptors:
+        _drop_board(caller)
+        caller.board = descriptor
+    return data
+
+
+def _drop_board(caller: _Caller) -> None:
+    if caller.board >= 0:
+        os.close(caller.board)
+        caller.board = -1

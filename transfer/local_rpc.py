@@ -8,20 +8,22 @@ it is in the server's network namespace, and so on its host.
     caller                                          server
       | -- nonce | identity ----------------------->  |
       | <------------------------- nonce | mac -----  |   wrong: the caller hangs up
-      | -- mac ------------------------------------>  |   wrong: closed without a word
+      | -- mac (and a board) ---------------------->  |   wrong: closed without a word
       | -- request -------------------------------->  |   one at a time
       | <-------------------------------- reply ----  |
 
 Each frame is its length (u32, little-endian) and that many bytes. Each mac is HMAC-SHA256 under a
 key from the secret, over the direction, both nonces and the identity. Nothing is encrypted: the
-bytes never leave the kernel, which shows them to nobody but root. The server's end is in
-`transfer.local_exchange`.
+bytes never leave the kernel, which shows them to nobody but root. A caller that asks in a stream
+offers its server memory, too, where both read each other's short frames without the kernel
+(`transfer/local_board.py`). The server's end is in `transfer.local_exchange`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import socket
 import struct
@@ -30,6 +32,7 @@ from typing import Final
 
 from transfer import native
 from transfer.errors import ControlError
+from transfer.local_board import new_board
 
 NONCE_BYTES: Final = 32
 MAC_BYTES: Final = 32
@@ -69,8 +72,17 @@ def frame(*parts: bytes) -> bytes:
     return b"".join((LENGTH.pack(sum(map(len, parts))), *parts))
 
 
-def find_line(address: str, secret: bytes, identity: str, deadline_s: float) -> Line | None:
+def find_line(
+    address: str, secret: bytes, identity: str, deadline_s: float, *, shares_memory: bool = False
+) -> Line | None:
     """Connect to the server at "host:port" if it is one of this host; else None, at once.
+
+    Args:
+        address: The server's.
+        secret: The cluster secret.
+        identity: Name of this end.
+        deadline_s: Of the monotonic clock.
+        shares_memory: What is asked with `Line.ask` may go by a board.
 
     Raises:
         TimeoutError: It is there, and did not answer in time.
@@ -79,7 +91,9 @@ def find_line(address: str, secret: bytes, identity: str, deadline_s: float) -> 
     if not is_ours(host):
         return None
     for name in (address, f"{ANYWHERE[0]}:{port}"):
-        line = Line.open(socket_name(name, secret), secret, identity, deadline_s)
+        line = Line.open(
+            socket_name(name, secret), secret, identity, deadline_s, shares_memory=shares_memory
+        )
         if line is not None:
             return line
     return None
@@ -96,38 +110,50 @@ class Line:
 
     Args:
         sock: The connection, which belongs to the line from now on.
+        board: Descriptor of the memory that was offered with it; the caller's.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, board: int = -1) -> None:
         self._socket = sock
         self._ask = self._ask_in_python
         self._send, self._receive = self._send_in_python, self._receive_in_python
         if native.compiled is not None:
             sock.settimeout(None)  # the compiled way sees to the deadlines
-            compiled = native.compiled.LocalLine(sock.fileno())
+            compiled = native.compiled.LocalLine(sock.fileno(), board)
             self._ask, self._send, self._receive = compiled.ask, compiled.send, compiled.receive
 
     @classmethod
-    def open(cls, name: bytes, secret: bytes, identity: str, deadline_s: float) -> Line | None:
+    def open(
+        cls,
+        name: bytes,
+        secret: bytes,
+        identity: str,
+        deadline_s: float,
+        *,
+        shares_memory: bool = False,
+    ) -> Line | None:
         """Connect and prove the secret both ways; None if nobody of ours is there.
 
         Raises:
             TimeoutError: it is there, and did not answer in time.
         """
-        sock = socket.socket(socket.AF_UNIX)
-        proved = False
+        sock, line = socket.socket(socket.AF_UNIX), None
+        board = new_board() if shares_memory and native.compiled is not None else -1
         try:
             sock.settimeout(_left(deadline_s))
             sock.connect(name)
-            proved = _prove(sock, secret, identity.encode(), deadline_s)
+            if _prove(sock, secret, identity.encode(), deadline_s, board):
+                line = cls(sock, board)
         except TimeoutError:
             raise
         except OSError:
             pass
         finally:
-            if not proved:
+            if line is None:
                 sock.close()
-        return cls(sock) if proved else None
+            if board >= 0:
+                os.close(board)
+        return line
 
     def ask(self, request: bytes, nbytes_max: int, deadline_s: float) -> bytes | None:
         """Send a request and wait for its reply; None if nothing of it can have been handled.
@@ -189,14 +215,18 @@ class Line:
         return _receive(self._socket, nbytes_max, deadline_s)
 
 
-def _prove(sock: socket.socket, secret: bytes, me: bytes, deadline_s: float) -> bool:
+def _prove(sock: socket.socket, secret: bytes, me: bytes, deadline_s: float, board: int) -> bool:
     nonce = secrets.token_bytes(NONCE_BYTES)
     sock.sendall(frame(nonce, me))
     answer = _receive(sock, NONCE_BYTES + MAC_BYTES, deadline_s)
     transcript = nonce + answer[:NONCE_BYTES] + me
     if not hmac.compare_digest(answer[NONCE_BYTES:], mac(secret, b"server", transcript)):
         return False
-    sock.sendall(frame(mac(secret, b"client", transcript)))
+    proof = frame(mac(secret, b"client", transcript))
+    if board >= 0:
+        socket.send_fds(sock, [proof], [board])  # a stream takes a few bytes whole
+    else:
+        sock.sendall(proof)
     return True
 
 

@@ -55,6 +55,7 @@
 #include "compiled/in_place.c"
 #include "compiled/served.c"
 #include "compiled/server_type.c"
+#include "compiled/board.c"
 #include "compiled/local_line.c"
 #include "compiled/local_callers.c"
 

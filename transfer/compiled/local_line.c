@@ -3,17 +3,23 @@
  *
  * The reply is looked for, for a moment, before the caller sleeps for it (`look.c`). Without that,
  * two system calls where nothing is unusual: the kernel itself wakes a waiting `recv` now and then
- * (SO_RCVTIMEO) to look at the deadline, so that it need not be told of each. */
+ * (SO_RCVTIMEO) to look at the deadline, so that it need not be told of each. With a board (`board.c`)
+ * that the server has taken there are none while both ends look. */
 
 #define LINE_PAUSE_US 500000 /* a waiting call looks at its deadline at least as often */
 #define LINE_HEAD_BYTES 4    /* the length of a frame, little-endian */
 #define LINE_SHORT_BYTES (16 << 10)
+#define LINE_FRESH_NS 1000000 /* so soon after a reply the server is taken to be there */
 
 typedef struct {
     PyObject_HEAD
     int descriptor;
     int64_t pause_us; /* what SO_RCVTIMEO is; 0: not set yet */
     Looks looks;
+    Board *board;
+    uint32_t asked;      /* numbers of the board */
+    bool owed;           /* a wake-up comes, or has come, that nobody waited for */
+    int64_t answered_ns; /* when the last reply on the board was there */
 } LocalLine;
 
 typedef enum {
@@ -37,6 +43,7 @@ typedef struct {
     size_t reply_bytes, arrived; /* `reply_bytes` is known once `arrived` >= LINE_HEAD_BYTES */
     char *body;                  /* [reply_bytes], for what does not fit `start` */
     int error;
+    bool by_board; /* the request is on the board, and so may the reply be */
     char start[LINE_HEAD_BYTES + LINE_SHORT_BYTES];
 } LineCall;
 
@@ -100,9 +107,27 @@ static bool line_set_pause(LineCall *call, int64_t left_us)
     return true;
 }
 
+/* Forget wake-ups at the beginning of what has come. */
+static void line_drop_wakes(LineCall *call)
+{
+    uint32_t length;
+    size_t wakes = 0;
+    if (!call->line->board || call->body)
+        return;
+    while (call->arrived - wakes >= LINE_HEAD_BYTES) {
+        memcpy(&length, call->start + wakes, sizeof length);
+        if (length != BOARD_WAKE)
+            break;
+        wakes += LINE_HEAD_BYTES;
+    }
+    call->arrived -= wakes;
+    memmove(call->start, call->start + wakes, call->arrived);
+}
+
 /* Look at what has come. LINE_INTERRUPTED is never returned: it stands for "not all of it yet". */
 static LineOutcome line_look(LineCall *call)
 {
+    line_drop_wakes(call);
     if (call->arrived < LINE_HEAD_BYTES)
         return LINE_INTERRUPTED;
     uint32_t length;
@@ -144,8 +169,147 @@ static ssize_t line_look_for(LineCall *call)
     return got;
 }
 
+/* Whether the server is there, as far as its socket knows; what woke nobody is taken from it. */
+static LineOutcome board_check(LocalLine *line)
+{
+    uint32_t words[16];
+    ssize_t got = recv(line->descriptor, words, sizeof words, MSG_DONTWAIT);
+    if (got < 0)
+        return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR ? LINE_DONE : LINE_REFUSED;
+    if (!got)
+        return LINE_REFUSED;
+    for (size_t i = 0; i < (size_t)got / sizeof *words; i++)
+        if (words[i] != BOARD_WAKE)
+            return LINE_TOO_MUCH;
+    line->owed = false;
+    return (size_t)got % sizeof *words ? LINE_TOO_MUCH : LINE_DONE;
+}
+
+/* Put the request on the board. */
+static LineOutcome board_send(LineCall *call)
+{
+    LocalLine *line = call->line;
+    Board *board = line->board;
+    if (line->owed || now_ns() - line->answered_ns > LINE_FRESH_NS) {
+        LineOutcome outcome = board_check(line);
+        if (outcome != LINE_DONE)
+            return outcome;
+    }
+    memcpy(board + BOARD_REQUEST, call->request, call->request_bytes);
+    board_store(board, BOARD_ASKED_BYTES, (uint32_t)call->request_bytes);
+    board_store(board, BOARD_ASKED, ++line->asked);
+    call->sent = LINE_HEAD_BYTES + call->request_bytes;
+    if (board_take_word(board, BOARD_SERVER_SLEEPS) && !board_wake(line->descriptor) &&
+        errno != EAGAIN && errno != EWOULDBLOCK)
+        return LINE_ENDED; /* it may have seen the request before it ended */
+    return LINE_DONE;
+}
+
+static bool board_is_answered(const LineCall *call)
+{
+    return board_load(call->line->board, BOARD_ANSWERED) == call->line->asked;
+}
+
+/* Take the reply from the board. LINE_INTERRUPTED: it comes by the socket. */
+static LineOutcome board_take(LineCall *call)
+{
+    LocalLine *line = call->line;
+    uint32_t length = board_load(line->board, BOARD_ANSWERED_BYTES);
+    if (length == BOARD_BY_SOCKET) {
+        call->by_board = false;
+        return LINE_INTERRUPTED;
+    }
+    if (call->arrived) /* by the socket, too */
+        return LINE_TOO_MUCH;
+    if (length > BOARD_REPLY_BYTES || length > call->reply_bytes_max) {
+        call->reply_bytes = length;
+        return LINE_TOO_LONG;
+    }
+    memcpy(call->start + LINE_HEAD_BYTES, line->board + BOARD_REPLY, length);
+    call->reply_bytes = length;
+    call->arrived = LINE_HEAD_BYTES + length;
+    line->answered_ns = now_ns();
+    return LINE_DONE;
+}
+
+/* As `line_look_for`, on the board; whether the reply is there. */
+static bool board_look_for(LineCall *call)
+{
+    Looks *looks = &call->line->looks;
+    if (board_is_answered(call))
+        return true;
+    if (!may_look(looks))
+        return false;
+    int64_t end = now_ns() + LOOK_NS;
+    bool wanted = false, answered = false;
+    for (;;) {
+        for (int i = 0; i < BOARD_LOOKS && !(answered = board_is_answered(call)); i++)
+            BOARD_PAUSE();
+        if (answered || wanted || now_ns() >= end)
+            break;
+        wanted = is_core_wanted();
+    }
+    if (wanted)
+        note_core_wanted(looks);
+    else
+        note_look(looks, answered, end);
+    return answered;
+}
+
+/* Wait for the reply on the board. LINE_INTERRUPTED, too, if it comes by the socket. */
+static LineOutcome board_receive(LineCall *call)
+{
+    Board *board = call->line->board;
+    if (board_look_for(call))
+        return board_take(call);
+    for (;;) {
+        int64_t left_us = line_left_us(call);
+        if (!left_us)
+            return LINE_LATE;
+        if (!line_set_pause(call, left_us)) {
+            call->error = errno;
+            return LINE_BROKEN;
+        }
+        board_store(board, BOARD_CALLER_SLEEPS, 1);
+        if (board_is_answered(call)) {
+            if (!board_take_word(board, BOARD_CALLER_SLEEPS))
+                call->line->owed = true;
+            return board_take(call);
+        }
+        size_t room = sizeof call->start - call->arrived;
+        ssize_t got = recv(call->line->descriptor, call->start + call->arrived, room, 0);
+        int error = errno;
+        if (got > 0) {
+            call->arrived += (size_t)got;
+            line_drop_wakes(call);
+        }
+        if (board_is_answered(call)) { /* also one that ends then */
+            if (!board_take_word(board, BOARD_CALLER_SLEEPS) && got <= 0)
+                call->line->owed = true;
+            return board_take(call);
+        }
+        if (got == 0)
+            return LINE_ENDED;
+        if (got < 0 && error == EINTR)
+            return LINE_INTERRUPTED;
+        if (got < 0 && error != EAGAIN && error != EWOULDBLOCK) {
+            call->error = error;
+            return LINE_BROKEN;
+        }
+        if (got > 0 && call->arrived >= LINE_HEAD_BYTES)
+            return LINE_TOO_MUCH; /* a frame, and nothing on the board says so */
+    }
+}
+
 static LineOutcome line_receive(LineCall *call)
 {
+    if (call->by_board) {
+        LineOutcome outcome = board_receive(call);
+        if (call->by_board)
+            return outcome;
+        if (call->arrived && (outcome = line_look(call)) != LINE_INTERRUPTED)
+            return outcome;
+    }
     bool looked = call->arrived > 0;
     for (;;) {
         int64_t left_us = line_left_us(call);
@@ -233,6 +397,7 @@ static bool line_begin(LineCall *call, LocalLine *line, PyObject *request, PyObj
     call->line = line;
     call->request = NULL;
     call->request_bytes = call->arrived = call->reply_bytes = call->reply_bytes_max = 0;
+    call->by_board = false;
     call->sent = LINE_HEAD_BYTES;
     call->body = NULL;
     if (request && !PyBytes_Check(request)) {
@@ -259,7 +424,9 @@ static PyObject *line_go(LineCall *call, bool receive)
     LineOutcome outcome;
     for (;;) {
         Py_BEGIN_ALLOW_THREADS
-        outcome = call->sent < LINE_HEAD_BYTES + call->request_bytes ? line_send(call) : LINE_DONE;
+        outcome = LINE_DONE;
+        if (call->sent < LINE_HEAD_BYTES + call->request_bytes)
+            outcome = call->by_board ? board_send(call) : line_send(call);
         if (outcome == LINE_DONE && receive)
             outcome = line_receive(call);
         Py_END_ALLOW_THREADS
@@ -288,6 +455,8 @@ static PyObject *line_ask(LocalLine *line, PyObject *const *args, Py_ssize_t cou
     if (check_count(count, 3, "ask") || !line_begin(&call, line, args[0], args[1]))
         return NULL;
     call.reply_bytes_max = PyLong_AsSize_t(args[2]);
+    call.by_board = line->board && call.request_bytes <= BOARD_REQUEST_BYTES &&
+                    board_load(line->board, BOARD_TAKEN);
     return PyErr_Occurred() ? NULL : line_go(&call, true);
 }
 
@@ -317,17 +486,27 @@ static PyObject *line_receive_only(LocalLine *line, PyObject *const *args, Py_ss
 
 static PyObject *line_new(PyTypeObject *type, PyObject *args, PyObject *names)
 {
-    static char *keywords[] = {"descriptor", NULL};
-    int descriptor;
-    if (!PyArg_ParseTupleAndKeywords(args, names, "i", keywords, &descriptor))
+    static char *keywords[] = {"descriptor", "board", NULL};
+    int descriptor, memory = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, names, "i|i", keywords, &descriptor, &memory))
         return NULL;
-    LocalLine *line = (LocalLine *)type->tp_alloc(type, 0);
-    if (line) {
-        line->descriptor = descriptor;
-        line->pause_us = 0;
-        line->looks = (Looks){0};
+    Board *board = memory < 0 ? NULL : board_map(memory);
+    if (memory >= 0 && !board)
+        return NULL;
+    LocalLine *line = (LocalLine *)type->tp_alloc(type, 0); /* all zero */
+    if (!line) {
+        board_unmap(board);
+        return NULL;
     }
+    line->descriptor = descriptor;
+    line->board = board;
     return (PyObject *)line;
+}
+
+static void line_free(LocalLine *line)
+{
+    board_unmap(line->board);
+    Py_TYPE(line)->tp_free((PyObject *)line);
 }
 
 static PyMethodDef line_methods[] = {
@@ -339,10 +518,12 @@ static PyMethodDef line_methods[] = {
 
 static PyTypeObject local_line_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "transfer._native.LocalLine",
-    .tp_doc = "LocalLine(descriptor)\n--\n\nThe caller's end of a local control channel, on a "
-              "blocking socket that somebody else owns. Not thread-safe; of no use after an error.",
+    .tp_doc = "LocalLine(descriptor, board=-1)\n--\n\nThe caller's end of a local control channel, "
+              "on a blocking socket that somebody else owns; `board`: a descriptor of the memory that "
+              "was offered to the server. Not thread-safe; of no use after an error.",
     .tp_basicsize = sizeof(LocalLine),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = line_new,
+    .tp_dealloc = (destructor)line_free,
     .tp_methods = line_methods,
 };
