@@ -130,7 +130,10 @@ static void stripes_plain(uint64_t acc[8], unsigned char *target, const unsigned
 }
 
 #if defined(__x86_64__)
-#define AHEAD 4096 /* bytes that are asked for before they are needed */
+/* How far ahead of its use memory is asked for: what comes too late is waited for, what lies behind
+ * the end was fetched for nothing. */
+#define AHEAD_MAX (16 << 10)
+#define AHEAD(stripes) ((stripes) * STRIPE / 4 < AHEAD_MAX ? (stripes) * STRIPE / 4 : AHEAD_MAX)
 #define PAUSE() _mm_pause()
 #define STORES_DONE() _mm_sfence() /* those past the caches too */
 #define INLINE static inline __attribute__((always_inline))
@@ -169,10 +172,11 @@ __attribute__((target("avx2"))) static void stripes_avx2(uint64_t acc[8], unsign
 {
     __m256i low = _mm256_loadu_si256((const __m256i *)acc);
     __m256i high = _mm256_loadu_si256((const __m256i *)(acc + 4));
+    const size_t ahead = AHEAD(count);
     for (size_t n = 0; n < count; n++) {
         const unsigned char *from = data + n * STRIPE;
         const unsigned char *key = secret + 8 * (n % STRIPES_PER_BLOCK);
-        _mm_prefetch((const char *)from + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)from + ahead, _MM_HINT_T0);
         __m256i a = _mm256_loadu_si256((const __m256i *)from);
         __m256i b = _mm256_loadu_si256((const __m256i *)(from + 32));
         LOADED(a);
@@ -226,10 +230,10 @@ AVX512 INLINE __m512i scrambled_avx512(__m512i sum)
 }
 
 AVX512 INLINE __m512i block_avx512(__m512i sum, unsigned char *target, const unsigned char *data,
-                                   size_t count, Way way)
+                                   size_t count, size_t ahead, Way way)
 {
     for (size_t n = 0; n < count; n++) {
-        _mm_prefetch((const char *)data + n * STRIPE + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)data + n * STRIPE + ahead, _MM_HINT_T0);
         __m512i a = _mm512_loadu_si512(data + n * STRIPE);
         LOADED(a);
         sum = summed_avx512(sum, a, n);
@@ -262,13 +266,14 @@ AVX512 static void fold_avx512(uint64_t acc[8], const uint64_t *each, size_t blo
 AVX512 INLINE void run_avx512(uint64_t acc[8], unsigned char *target, const unsigned char *data,
                               size_t count, Way way, uint64_t *each)
 {
+    const size_t ahead = AHEAD(count);
     __m512i sum = _mm512_loadu_si512(acc);
     for (; count >= STRIPES_PER_BLOCK; count -= STRIPES_PER_BLOCK, data += BLOCK) {
-        sum = ended_avx512(block_avx512(sum, target, data, STRIPES_PER_BLOCK, way), &each);
+        sum = ended_avx512(block_avx512(sum, target, data, STRIPES_PER_BLOCK, ahead, way), &each);
         if (way != SUM)
             target += BLOCK;
     }
-    _mm512_storeu_si512(acc, block_avx512(sum, target, data, count, way));
+    _mm512_storeu_si512(acc, block_avx512(sum, target, data, count, ahead, way));
 }
 
 AVX512 static void stripes_avx512(uint64_t acc[8], unsigned char *target,
@@ -293,7 +298,7 @@ VBMI static void stripes_vbmi(uint64_t acc[8], unsigned char *target, const unsi
         stripes_avx512(acc, target, data, count, way == SHIFTED ? STORE : way, each);
         return;
     }
-    size_t head = -(uintptr_t)target & (STRIPE - 1);
+    const size_t head = -(uintptr_t)target & (STRIPE - 1), ahead = AHEAD(count);
     unsigned char order[STRIPE];
     for (size_t i = 0; i < STRIPE; i++)
         order[i] = (unsigned char)(head + i);
@@ -305,7 +310,7 @@ VBMI static void stripes_vbmi(uint64_t acc[8], unsigned char *target, const unsi
     target += head;
     for (size_t n = 1; n < count; n++) {
         size_t of_block = n % STRIPES_PER_BLOCK;
-        _mm_prefetch((const char *)data + n * STRIPE + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)data + n * STRIPE + ahead, _MM_HINT_T0);
         __m512i a = _mm512_loadu_si512(data + n * STRIPE);
         LOADED(a);
         sum = summed_avx512(sum, a, of_block);

@@ -1,9 +1,11 @@
 /* Large copies on two cores: where a core of this machine is idle, a thread of this process helps.
  *
- *   owner    units 0   2   3     5 ...     the thread that was called: it returns with all done
- *   partner          1       4      ...    takes units too, if it wakes up in time
+ *   owner     0 1 2 3 ...  ->            the thread that was called: it returns with all done
+ *   partner               n/2 ...  ->    takes units of the other half, if it wakes up in time
  *
- * Who takes a unit is settled unit by unit, so that nobody waits for a partner that gets no core.
+ * Each goes through a run of its own, as caches and prefetchers like it (a third faster here than
+ * units in turn), and who is done takes units from the end of the other's. So who takes a unit is
+ * settled unit by unit, and nobody waits for a partner that gets no core.
  *
  * A sum need not be made in one thread: xxh3 adds the stripes of a block up, and only what follows a
  * block depends on what was before it. So each block's sum is taken from nothing, by whoever copies
@@ -19,7 +21,7 @@
 
 #define UNIT_BLOCKS 128
 #define UNIT ((size_t)UNIT_BLOCKS * BLOCK)
-#define AHEAD_UNITS 32             /* that may be taken beyond those that are folded */
+#define WINDOW_UNITS 128           /* of one piece, that are shared at a time: sums have room for */
 #define SHARED_BYTES_MIN (8 << 20) /* below, a partner is hardly awake before the owner is done */
 /* Two cores wait less for the lines that they store into than for memory, as long as those stay in
  * the cache: only what is longer by so much goes past it. */
@@ -27,11 +29,16 @@
 #define PARTNER_STACK (256 << 10)
 #define UNITS_BETWEEN_LOOKS 16 /* of the partner, whether it takes a core from somebody */
 #define LEAVE_LOOKS 4096 /* for a partner in its last unit, before the owner sleeps */
+/* To wake a core that has gone idle takes a tenth of such a copy: before it sleeps, the partner looks
+ * for the next for a moment, and offers its core meanwhile. Whoever looks in vain does so rarely. */
+#define NEXT_NS 150000
+#define TAKEN_NS 3000 /* a core that is offered for longer was wanted */
+#define LEFT_OUT_MAX 255
 
-/* Work in units. `taken` and `folded` are counted up atomically; `folded` by the owner alone. */
+/* Work in units: two runs of them, `first << 32 | end`, which are taken from atomically. */
 typedef struct Work {
     void (*run)(struct Work *work, size_t unit);
-    size_t units, taken, folded;
+    uint64_t runs[2]; /* the owner's, the partner's */
 } Work;
 
 static uint64_t pass(unsigned char *target, const unsigned char *data, size_t nbytes,
@@ -44,8 +51,10 @@ static struct {
     pthread_mutex_t mutex; /* of all but `owned`, `sharing` and `seen` */
     pthread_cond_t come, gone;
     Work *work;
-    uint64_t number;      /* of the work */
-    bool started, inside; /* `inside` is looked at without the mutex too */
+    uint64_t number;      /* of the work; looked at without the mutex too, as the next two are */
+    bool started, inside;
+    bool looking;         /* for work, on a core that nobody else wants */
+    int left_out, to_leave_out; /* looks; the partner's own */
     uint64_t seen;        /* units that the partner has done, ever; atomic */
     int owned;            /* atomic */
     int sharing;          /* a `Sharing`, atomic */
@@ -83,18 +92,37 @@ static int idle_cores(void)
     return running < 0 ? INT_MIN : cores - running;
 }
 
-/* Take a unit; false if there is none, or none yet. */
-static bool take_unit(Work *work, size_t *unit)
+static uint64_t run_of(size_t first, size_t end)
 {
-    size_t taken = __atomic_load_n(&work->taken, __ATOMIC_RELAXED);
+    return (uint64_t)first << 32 | end;
+}
+
+static size_t units_left(const Work *work, int whose)
+{
+    uint64_t run = __atomic_load_n(&work->runs[whose], __ATOMIC_RELAXED);
+    size_t first = run >> 32, end = (uint32_t)run;
+    return first < end ? end - first : 0;
+}
+
+/* Take a unit of a run, from its front or its end; false if there is none. */
+static bool take_of(uint64_t *run, bool front, size_t *unit)
+{
+    uint64_t found = __atomic_load_n(run, __ATOMIC_RELAXED), left;
     do {
-        size_t folded = __atomic_load_n(&work->folded, __ATOMIC_ACQUIRE);
-        if (taken >= work->units || taken >= folded + AHEAD_UNITS)
+        if (found >> 32 >= (uint32_t)found)
             return false;
-    } while (!__atomic_compare_exchange_n(&work->taken, &taken, taken + 1, true, __ATOMIC_RELAXED,
+        *unit = front ? found >> 32 : (uint32_t)found - 1;
+        left = front ? found + ((uint64_t)1 << 32) : found - 1;
+    } while (!__atomic_compare_exchange_n(run, &found, left, true, __ATOMIC_RELAXED,
                                           __ATOMIC_RELAXED));
-    *unit = taken;
     return true;
+}
+
+/* Take a unit of one's own run, or else of the other's. Of one that nobody is at from its front. */
+static bool take_unit(Work *work, int who, size_t *unit)
+{
+    bool alone = !who && !__atomic_load_n(&partner.inside, __ATOMIC_RELAXED);
+    return take_of(&work->runs[who], true, unit) || take_of(&work->runs[!who], alone, unit);
 }
 
 /* Whether the partner goes on after so many units: not where somebody else wants its core by now. */
@@ -102,6 +130,34 @@ static bool may_go_on(size_t units)
 {
     return units % UNITS_BETWEEN_LOOKS || idle_cores() >= 0 ||
            __atomic_load_n(&partner.sharing, __ATOMIC_RELAXED) == ALWAYS;
+}
+
+static int64_t clock_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Look for work after this for a moment, unless somebody else wants the core or it seldom comes. */
+static void look_for_work(uint64_t last)
+{
+    if (partner.left_out++ < partner.to_leave_out)
+        return;
+    bool found = false, wanted = false;
+    __atomic_store_n(&partner.looking, true, __ATOMIC_RELAXED);
+    for (int64_t begin = clock_ns(), now = begin; !found && !wanted && now < begin + NEXT_NS;) {
+        sched_yield();
+        int64_t later = clock_ns();
+        wanted = later - now > TAKEN_NS;
+        now = later;
+        found = __atomic_load_n(&partner.number, __ATOMIC_RELAXED) != last;
+    }
+    __atomic_store_n(&partner.looking, false, __ATOMIC_RELAXED);
+    int more = 2 * partner.to_leave_out + 1;
+    partner.left_out = 0;
+    if (!wanted)
+        partner.to_leave_out = found ? 0 : more < LEFT_OUT_MAX ? more : LEFT_OUT_MAX;
 }
 
 static void *partner_main(void *nothing)
@@ -117,15 +173,20 @@ static void *partner_main(void *nothing)
         __atomic_store_n(&partner.inside, true, __ATOMIC_RELAXED);
         pthread_mutex_unlock(&partner.mutex);
         size_t unit, units = 0;
-        while (take_unit(work, &unit)) {
+        bool stays = true;
+        while (stays && take_unit(work, 1, &unit)) {
             work->run(work, unit);
             __atomic_add_fetch(&partner.seen, 1, __ATOMIC_RELAXED);
-            if (!may_go_on(++units))
-                break;
+            stays = may_go_on(++units);
         }
         pthread_mutex_lock(&partner.mutex);
         __atomic_store_n(&partner.inside, false, __ATOMIC_RELEASE);
         pthread_cond_signal(&partner.gone);
+        if (stays) {
+            pthread_mutex_unlock(&partner.mutex);
+            look_for_work(last);
+            pthread_mutex_lock(&partner.mutex);
+        }
     }
     return NULL;
 }
@@ -158,24 +219,31 @@ static bool own_partner(size_t nbytes)
            !__atomic_exchange_n(&partner.owned, 1, __ATOMIC_ACQUIRE);
 }
 
-/* Whether one's partner would get a core now. That is asked before unit 0, 8, 40 ...: who has just
- * answered the owner looks for its next message for a moment, and then the core is idle after all. */
+/* Whether one's partner would get a core now: it looks for work on one, or one is idle. That is asked
+ * before unit 0, 8, 40 ...: who has just answered the owner looks for its next message for a moment,
+ * and then the core is idle after all. */
 static bool may_share(size_t unit, size_t *ask_at)
 {
     if (unit < *ask_at)
         return false;
     *ask_at = 4 * unit + 8;
     int sharing = __atomic_load_n(&partner.sharing, __ATOMIC_RELAXED);
-    return sharing == ALWAYS || (sharing == WHERE_IDLE && idle_cores() > 0);
+    return sharing == ALWAYS ||
+           (sharing == WHERE_IDLE &&
+            (__atomic_load_n(&partner.looking, __ATOMIC_RELAXED) || idle_cores() > 0));
 }
 
-/* Tell one's partner of work. Where no thread can be started the owner does it all. */
+/* Tell one's partner of work, and give it the half of what is left. Where no thread can be started
+ * the owner does it all. */
 static void begin_sharing(Work *work)
 {
+    size_t left = units_left(work, 0), end = (uint32_t)work->runs[0], middle = end - left / 2;
     pthread_mutex_lock(&partner.mutex);
     if (start_partner()) {
+        work->runs[1] = run_of(middle, end);
+        work->runs[0] = run_of(end - left, middle);
         partner.work = work;
-        partner.number++;
+        __atomic_add_fetch(&partner.number, 1, __ATOMIC_RELAXED);
         pthread_cond_signal(&partner.come);
     } else {
         __atomic_store_n(&partner.sharing, ALONE, __ATOMIC_RELAXED);
@@ -209,21 +277,21 @@ static void forget_partner(void)
     pthread_cond_init(&partner.come, NULL);
     pthread_cond_init(&partner.gone, NULL);
     partner.work = NULL;
-    partner.started = partner.inside = false;
+    partner.started = partner.inside = partner.looking = false;
     partner.owned = 0;
 }
 
 /* ---- one long piece ------------------------------------------------------------------------ */
 
-/* The piece that is shared; its memory belongs to who owns the partner. */
+/* The window of a piece that is shared; its memory belongs to who owns the partner. */
 static struct {
     Work work;
     unsigned char *target;
     const unsigned char *data;
-    size_t blocks;
+    size_t blocks, folded; /* units of which all before are in the sum: the owner's own */
     Way way;
-    uint64_t sums[AHEAD_UNITS][UNIT_BLOCKS][8]; /* of blocks, each from nothing */
-    size_t ready[AHEAD_UNITS];                  /* the unit that lies there, plus one; atomic */
+    uint64_t sums[WINDOW_UNITS][UNIT_BLOCKS][8]; /* of blocks, each from nothing */
+    bool ready[WINDOW_UNITS];                    /* they lie there; atomic */
 } piece;
 
 static void copy_unit(uint64_t acc[8], size_t unit, uint64_t *each)
@@ -238,48 +306,41 @@ static void run_piece(Work *work, size_t unit)
 {
     (void)work;
     uint64_t none[8] = {0};
-    copy_unit(none, unit, piece.sums[unit % AHEAD_UNITS][0]);
+    copy_unit(none, unit, piece.sums[unit][0]);
     STORES_DONE(); /* before anybody says so */
-    __atomic_store_n(&piece.ready[unit % AHEAD_UNITS], unit + 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&piece.ready[unit], true, __ATOMIC_RELEASE);
 }
 
+/* Fold what is ready and next. */
 static void fold_units(uint64_t acc[8])
 {
-    for (size_t unit = piece.work.folded; unit < piece.work.units; unit++) {
-        if (__atomic_load_n(&piece.ready[unit % AHEAD_UNITS], __ATOMIC_ACQUIRE) != unit + 1)
+    for (size_t unit; (unit = piece.folded) * UNIT_BLOCKS < piece.blocks; piece.folded++) {
+        if (!__atomic_load_n(&piece.ready[unit], __ATOMIC_ACQUIRE))
             return;
         size_t left = piece.blocks - unit * UNIT_BLOCKS;
-        fold(acc, piece.sums[unit % AHEAD_UNITS][0], left < UNIT_BLOCKS ? left : UNIT_BLOCKS);
-        __atomic_store_n(&piece.work.folded, unit + 1, __ATOMIC_RELEASE);
+        fold(acc, piece.sums[unit][0], left < UNIT_BLOCKS ? left : UNIT_BLOCKS);
     }
 }
 
-/* Do as `stripes` does with whole blocks, together; return their bytes, 0 if that can't be. */
-static size_t share_piece(uint64_t acc[8], unsigned char *target, const unsigned char *data,
-                          size_t blocks, Way way, size_t stream_bytes)
+/* Copy and sum the window that `piece` says; past the caches so, if it is shared. */
+static void share_window(uint64_t acc[8], Way shared_way)
 {
-    const struct timespec moment = {.tv_nsec = 20000};
-    size_t unit, ask_at = 0;
+    size_t units = (piece.blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS, unit, ask_at = 0;
     bool shared = false;
-    if (!own_partner((blocks + 1) * BLOCK)) /* the last one is left to the caller */
-        return 0;
-    piece.work = (Work){.run = run_piece, .units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS};
-    piece.target = target;
-    piece.data = data;
-    piece.blocks = blocks;
-    piece.way = way;
+    piece.work = (Work){.run = run_piece, .runs = {run_of(0, units)}};
+    piece.folded = 0;
     memset(piece.ready, 0, sizeof piece.ready);
-    while (__atomic_load_n(&piece.work.taken, __ATOMIC_RELAXED) < piece.work.units) {
-        if (!shared && may_share(piece.work.taken, &ask_at)) {
+    for (;;) {
+        if (!shared && may_share(units - units_left(&piece.work, 0), &ask_at)) {
             shared = true;
-            piece.way = way_of(target, blocks * BLOCK / STREAM_FACTOR >= stream_bytes);
+            piece.way = shared_way;
             begin_sharing(&piece.work);
         }
-        if (!take_unit(&piece.work, &unit)) {
-            nanosleep(&moment, NULL); /* far ahead of a partner that has lost its core */
-        } else if (unit == piece.work.folded) {
+        if (!take_unit(&piece.work, 0, &unit))
+            break;
+        if (unit == piece.folded) {
             copy_unit(acc, unit, NULL); /* all before it is in the sum already */
-            __atomic_store_n(&piece.work.folded, unit + 1, __ATOMIC_RELEASE);
+            piece.folded++;
         } else {
             run_piece(&piece.work, unit);
         }
@@ -288,6 +349,23 @@ static size_t share_piece(uint64_t acc[8], unsigned char *target, const unsigned
     if (shared)
         withdraw_work();
     fold_units(acc);
+}
+
+/* Do as `stripes` does with whole blocks, together; return their bytes, 0 if that can't be. */
+static size_t share_piece(uint64_t acc[8], unsigned char *target, const unsigned char *data,
+                          size_t blocks, Way way, size_t stream_bytes)
+{
+    const size_t most = (size_t)WINDOW_UNITS * UNIT_BLOCKS;
+    Way shared_way = way_of(target, blocks * BLOCK / STREAM_FACTOR >= stream_bytes);
+    if (!own_partner((blocks + 1) * BLOCK)) /* the last one is left to the caller */
+        return 0;
+    for (size_t done = 0; done < blocks; done += piece.blocks) {
+        piece.target = target ? target + done * BLOCK : NULL;
+        piece.data = data + done * BLOCK;
+        piece.blocks = blocks - done < most ? blocks - done : most;
+        piece.way = way;
+        share_window(acc, shared_way);
+    }
     release_partner();
     return blocks * BLOCK;
 }
@@ -329,14 +407,15 @@ static void sum_pieces(Pieces *all, size_t nbytes, size_t stream_bytes)
     }
     all->per_unit = UNIT / mean + 1;
     all->work.run = run_pieces;
-    all->work.units = all->work.folded = (all->count + all->per_unit - 1) / all->per_unit;
+    size_t units = (all->count + all->per_unit - 1) / all->per_unit;
+    all->work.runs[0] = run_of(0, units);
     for (;;) {
-        if (!shared && may_share(all->work.taken, &ask_at)) {
+        if (!shared && may_share(units - units_left(&all->work, 0), &ask_at)) {
             shared = true;
             all->stream_bytes = nbytes / STREAM_FACTOR >= stream_bytes ? 0 : SIZE_MAX;
             begin_sharing(&all->work);
         }
-        if (!take_unit(&all->work, &unit))
+        if (!take_unit(&all->work, 0, &unit))
             break;
         run_pieces(&all->work, unit);
     }

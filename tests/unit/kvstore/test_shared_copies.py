@@ -111,6 +111,21 @@ def test_one_piece_into_memory_that_is_not_read_at_once() -> None:
 
 
 @pytest.mark.usefixtures("always")
+def test_a_piece_longer_than_what_is_shared_at_a_time() -> None:
+    rng = np.random.default_rng()
+    source = rng.integers(0, 256, 50 << 20, dtype=np.uint8)
+    target = np.zeros(len(source) + 200, dtype=np.uint8)
+
+    def copy() -> None:
+        nbytes, shift = int(rng.integers(33 << 20, len(source))), int(rng.integers(200))
+        found = copying.copy_with_checksum(target, shift, source, 0, nbytes)
+        assert found == xxhash.xxh3_64_intdigest(source[:nbytes].data)
+        assert np.array_equal(target[shift : shift + nbytes], source[:nbytes])
+
+    until_shared(copy)
+
+
+@pytest.mark.usefixtures("always")
 def test_threads_that_copy_at_once() -> None:
     failures: list[BaseException] = []
     ended: list[int] = []
