@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from transfer.statistics import PriorityStatistics as PriorityStatistics
     from transfer.statistics import RailStatistics as RailStatistics
     from transfer.statistics import TransferStatistics as TransferStatistics
+    from transfer.wire import NOTE_BYTES_MAX as NOTE_BYTES_MAX
 
 _HOME = {
     "Access": "memory.region",
@@ -62,6 +63,7 @@ _HOME = {
     "ImmediateTimeout": "errors",
     "Interrupted": "errors",
     "Memory": "memory.memory",
+    "NOTE_BYTES_MAX": "wire",
     "Pages": "pages",
     "Peer": "peer",
     "PeerLost": "errors",

@@ -70,6 +70,7 @@ class Lane:
         ours: Ints,
         theirs: Ints,
         lengths: Ints,
+        note: bytes = b"",
         /,
     ) -> bool: ...
     def bind(self, epoll: int, change: Callable[[int], None], /) -> None: ...
@@ -123,6 +124,7 @@ class Message:
     our_offset: int
     their_offset: int
     immediate: int | None
+    note: bytes | None
     priority: Priority
     region: Region
     token: bytes
@@ -194,6 +196,7 @@ class ShortWay:
         nbytes: object,
         immediate: object,
         priority: object,
+        note: object = None,
         /,
     ) -> Message | MappedCopy | None: ...
     def add(self, peer: str, books: Books, /) -> None: ...
@@ -217,6 +220,7 @@ class Server:
     def run(self, timeout_s: float, /) -> None: ...
     def wake(self) -> None: ...
     def take_events(self) -> list[tuple[int, int, int, object]]: ...
+    def take_notes(self) -> list[tuple[str, int, bytes]]: ...
     def take_counters(self) -> tuple[int, int, int]: ...
     def answer(
         self, connection_id: int, status: int, payload: bytes, descriptor: int, /

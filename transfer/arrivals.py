@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from transfer.arguments import check_handler
+from transfer.backends.server import LeftNote
+from transfer.connections.links import Links
 from transfer.immediates import ImmediateBoard, Wanted
 from transfer.operations import deadline_after
 
@@ -12,6 +15,7 @@ class Arrivals:
     """The waits of a `TransferEngine`. Thread-safe."""
 
     _board: ImmediateBoard
+    _links: Links
 
     def expect(self, wanted: Wanted, *, timeout_s: float) -> None:
         """Wait until every (peer, immediate) has been counted so often, then take that off.
@@ -39,6 +43,24 @@ class Arrivals:
             Interrupted: `interrupt` holds.
         """
         return self._board.wait_any(keys, deadline_after(timeout_s, 0.0))
+
+    def take_notes(self) -> list[LeftNote]:
+        """Return the notes that peers have left with writes since the last call.
+
+        Returns:
+            Of each its peer, nanoseconds of the monotonic clock when its bytes were in place, and
+            the note; in the order of these times. Those of peers that are gone are among them.
+        """
+        return self._links.service.take_notes()
+
+    def on_notes(self, handler: Callable[[], None]) -> None:
+        """Call `handler()`, which should `take_notes`, when many have been left (1024, or 1 MiB).
+
+        On a thread of the engine; it must not wait. Without a handler they are dropped then.
+        Nobody is told of fewer: whoever needs to know takes them. A second handler replaces the
+        first.
+        """
+        self._links.service.on_notes(check_handler(handler))
 
     def wake(self) -> None:
         """Make a `wait_any` in progress, or the next one, return."""

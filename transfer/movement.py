@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from configs.schema import TransferConfig
-from transfer.arguments import check_type
+from transfer.arguments import check_integer, check_type
 from transfer.handle import Transfer
 from transfer.memory.region import Region, RegionKey
 from transfer.operations import Mover, deadline_after
@@ -12,6 +14,9 @@ from transfer.peer import Peer, name_of
 from transfer.pieces import CopyPieces, IntsLike, make_pieces
 from transfer.prepared import InPlace, Prepared
 from transfer.priority import Priority
+from transfer.wire import NOTE_BYTES_MAX
+
+BYTES_MAX: Final = 2**63 - 1
 
 
 class Movement:
@@ -74,6 +79,59 @@ class Movement:
         deadline = deadline_after(timeout_s, self._config.operation_timeout_s)
         pieces = make_pieces(source_offsets, target_offsets, lengths)
         return self._mover.write(name, source, target, pieces, immediate, deadline, priority)
+
+    def write_with_note(
+        self,
+        peer: str | Peer,
+        source: Region,
+        target: RegionKey,
+        source_offset: int,
+        target_offset: int,
+        nbytes: int,
+        note: bytes,
+        *,
+        priority: Priority | None = None,
+        timeout_s: float | None = None,
+    ) -> Transfer | None:
+        """Write one piece, and leave a note with it; None if no notes go to this memory.
+
+        The peer has the note for `take_notes` once all bytes are in place, exactly once, and before
+        the transfer has ended well. Of a transfer that failed the note may be there, but then all
+        bytes are. Nobody is woken for it. A write of zero bytes leaves the note alone.
+
+        Notes go over tcp only. None of the bytes was written where this returns None: `write`, and
+        `notify` when that has ended.
+
+        Args:
+            peer: the owner of `target`.
+            source: as of `write`.
+            target: as of `write`.
+            source_offset: bytes into the region.
+            target_offset: bytes into the window.
+            nbytes: how many.
+            note: 1 byte to `NOTE_BYTES_MAX`.
+            priority: class of traffic; see the class.
+            timeout_s: default `operation_timeout_s`.
+
+        Raises:
+            As `write`.
+        """
+        name = peer if type(peer) is str else name_of(peer)
+        if not 1 <= len(check_type("a note", note, bytes)) <= NOTE_BYTES_MAX:
+            raise ValueError(f"a note has 1 to {NOTE_BYTES_MAX} bytes, not {len(note)}")
+        if timeout_s is None:
+            at_once = self._mover.post_short(
+                True, name, source, target, source_offset, target_offset, nbytes, None, priority,
+                note,
+            )  # fmt: skip
+            if at_once is not None:
+                return at_once
+        deadline = deadline_after(timeout_s, self._config.operation_timeout_s)
+        for what, number in (("source_offset", source_offset), ("target_offset", target_offset),
+                             ("nbytes", nbytes)):  # fmt: skip
+            check_integer(what, number, 0, BYTES_MAX)
+        pieces = make_pieces(source_offset, target_offset, nbytes)
+        return self._mover.write_with_note(name, source, target, pieces, note, deadline, priority)
 
     def read(
         self,

@@ -104,6 +104,30 @@ class Mover:
         handle.finish()
         return handle
 
+    def write_with_note(
+        self,
+        peer: str,
+        source: Region,
+        target: RegionKey,
+        pieces: Pieces,
+        note: bytes,
+        deadline: float,
+        priority: Priority | None,
+    ) -> Transfer | None:
+        """As `write`, over tcp with a note; None if it would go another way."""
+        backend, link = self._route(peer, target)
+        self._check(backend, target, WRITE, pieces.target_offsets, pieces)
+        _check_own(pieces.source_offsets, pieces, source)
+        kind = class_of(priority, pieces.nbytes, None, write=True)
+        if link is None or backend != "tcp" or not source.kind == target.kind == "host":
+            return None
+        handle = Transfer(
+            peer=peer, operation="write", backend=backend, nbytes=pieces.nbytes, deadline=deadline
+        )
+        self.tally.wrote(backend, handle.nbytes, False, kind)
+        self._submit(link, RequestKind.WRITE, source, target, pieces, None, handle, kind, note)
+        return handle
+
     def read(
         self,
         peer: str,
@@ -340,8 +364,9 @@ class Mover:
         immediate: int | None,
         handle: Transfer,
         priority: Priority,
+        note: bytes = b"",
     ) -> None:
-        if not handle.nbytes and immediate is None:
+        if not handle.nbytes and immediate is None and not note:
             handle.finish()
             return
         if link.backend == "verbs" and link.rdma is not None and handle.nbytes:
@@ -352,6 +377,7 @@ class Mover:
             token=key.token,
             region=region,
             immediate=immediate,
+            note=note,
             priority=priority,
             movable=region.kind == key.kind == "host",
         )

@@ -1,13 +1,14 @@
 """The bytes on control and data connections. Pure; every parser refuses what it does not know.
 
     control   | length u32 | kind u8 | content |             either way, in order
-    request   | header | target or source pieces | payload (write) |
+    request   | header | target or source pieces | payload (write) | note (write) |
     reply     | header | payload (read), or a mapping's place (map) |
 
 A request is one slice of a transfer. Its header says how many slices the transfer has, so the
 receiver knows when all bytes are in place, in whatever order and over whatever connections they
 came. `oldest` is the lowest transfer id that the requester has not finished: what is below it
-can be forgotten.
+can be forgotten. A note is kept by the owner once all bytes of the transfer are in place: every
+slice brings it, and the header has its length where others have the immediate.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ REQUEST: Final = struct.Struct("<HBBIIIIQQQ16s")
 REPLY: Final = struct.Struct("<HBBIQQ")
 PLACE: Final = struct.Struct("<QQ")
 HAS_IMMEDIATE: Final = 1
+HAS_NOTE: Final = 2
+NOTE_BYTES_MAX: Final = 64 << 10
 
 
 class ControlKind(IntEnum):
@@ -87,13 +90,14 @@ class Request:
     nbytes: int
     immediate: int | None
     token: bytes
+    note_bytes: int = 0
 
     def encode(self) -> bytes:
         """Return the header's bytes."""
-        flags = 0 if self.immediate is None else HAS_IMMEDIATE
+        flags, last = flags_of(self.immediate, self.note_bytes)
         return REQUEST.pack(
-            MAGIC, self.kind, flags, self.slice_idx, self.num_slices, self.num_pieces,
-            self.immediate or 0, self.nbytes, self.transfer_id, self.oldest, self.token,
+            MAGIC, self.kind, flags, self.slice_idx, self.num_slices, self.num_pieces, last,
+            self.nbytes, self.transfer_id, self.oldest, self.token,
         )  # fmt: skip
 
 
@@ -111,6 +115,13 @@ class Reply:
         return REPLY.pack(MAGIC, self.status, 0, self.slice_idx, self.transfer_id, self.nbytes)
 
 
+def flags_of(immediate: int | None, note_bytes: int) -> tuple[int, int]:
+    """Return a header's flags, and the number that they are about."""
+    if note_bytes:
+        return HAS_NOTE, note_bytes
+    return (0, 0) if immediate is None else (HAS_IMMEDIATE, immediate)
+
+
 def parse_request(data: bytes) -> Request:
     """Decode a request header of `REQUEST.size` bytes.
 
@@ -119,8 +130,16 @@ def parse_request(data: bytes) -> Request:
     """
     (magic, kind, flags, slice_idx, num_slices, num_pieces, immediate, nbytes, transfer_id, oldest,
      token) = REQUEST.unpack(data)  # fmt: skip
-    if magic != MAGIC or kind not in RequestKind._value2member_map_ or flags & ~HAS_IMMEDIATE:
+    if (
+        magic != MAGIC
+        or kind not in RequestKind._value2member_map_
+        or flags & ~(HAS_IMMEDIATE | HAS_NOTE)
+    ):
         raise ProtocolViolation(f"request: magic {magic:#x}, kind {kind}, flags {flags:#x}")
+    if flags & HAS_NOTE and (
+        kind != RequestKind.WRITE or flags & HAS_IMMEDIATE or not 1 <= immediate <= NOTE_BYTES_MAX
+    ):
+        raise ProtocolViolation(f"request: a note of {immediate} bytes")
     if not slice_idx < num_slices <= SLICES_MAX:
         raise ProtocolViolation(f"request: slice {slice_idx} of {num_slices}")
     if (
@@ -142,6 +161,7 @@ def parse_request(data: bytes) -> Request:
         nbytes=nbytes,
         immediate=immediate if flags & HAS_IMMEDIATE else None,
         token=token,
+        note_bytes=immediate if flags & HAS_NOTE else 0,
     )
 
 

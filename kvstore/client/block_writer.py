@@ -217,7 +217,7 @@ class BlockWriter:
             if failure is None:
                 blocks = written.rows // replicas
                 held = source.held(blocks, offsets[written.rows].tolist())
-                self._segments.tell(written.where.node, Written(held, written.where.segment))
+                yield from self._tell(written.where, Written(held, written.where.segment))
         except TransferError as error:
             failure = error
         if failure is None:
@@ -225,6 +225,13 @@ class BlockWriter:
         else:
             self._lose(written.where, failure, result)
             result.unsettled += rows
+
+    def _tell(self, where: NodeAddress, note: Written) -> Steps[None]:
+        left = self._segments.leave(where, note)
+        if left is None:
+            self._segments.tell(where.node, note)
+        else:
+            yield from settle(left)
 
     def _lose(self, where: NodeAddress, error: Exception, result: WriteResult) -> None:
         logger.warning("blocks for %s not written: %s", where.node, error)

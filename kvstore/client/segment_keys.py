@@ -33,11 +33,11 @@ from kvstore.wire.peer_messages import (
     encode_to_node,
 )
 from kvstore.wire.standing import MasterRecord
-from transfer import RegionKey, TransferError, allocate
+from transfer import NOTE_BYTES_MAX, Priority, RegionKey, TransferError, allocate
 
 if TYPE_CHECKING:
     from kvstore.node.store_node import StoreNode
-    from transfer import TransferEngine
+    from transfer import Memory, Region, Transfer, TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ class SegmentKeys:
         self._mailboxes: dict[Target, RegionKey] = {}  # offered, and not looked at yet
         self._clock = mailbox.clock_name()
         self._stamped: set[Target] = set()  # with a mailbox, or one that is looked at: say when
+        self._noted: set[Target] = set()  # notes go with writes, if these carry any
         self._offered = threading.Condition()
+        self._nothing: tuple[Region, Memory] | None = None  # what a note without bytes comes from
         self._asking: dict[Target, threading.Lock] = {}
         self._ask_ids = itertools.count(1)
         self._awaited: dict[int, Target] = {}
@@ -82,6 +84,10 @@ class SegmentKeys:
             self._local_node.part_with(self.under_way)
         with self._offered:
             targets, self._keys, self._outboxes = list(self._keys), {}, {}
+            nothing, self._nothing = self._nothing, None
+        if nothing is not None:
+            self._engine.release(nothing[0])
+            nothing[1].close()
         for node, segment in targets:
             if node != self._engine.name and self.under_way.is_at_rest((node, segment)):
                 self._note(node, Leaving(segment))
@@ -139,6 +145,57 @@ class SegmentKeys:
         else:
             self._engine.notify(node, payload)
 
+    def say(self, where: NodeAddress, note: Written | Unwritten) -> None:
+        """As `tell`, with or behind what was written, where notes can be; waits for it then."""
+        left = self.leave(where, note)
+        if left is None:
+            self.tell(where.node, note)
+        else:
+            left.wait()
+
+    def takes_note(self, where: NodeAddress) -> bool:
+        """Tell whether a note about a segment should go with a write: there is no mailbox."""
+        target = where.node, where.segment
+        return (
+            target in self._noted
+            and target not in self._outboxes
+            and (target not in self._mailboxes or self._open_mailbox(target) is None)
+        )
+
+    def leave(self, where: NodeAddress, note: Written | Unwritten) -> Transfer | None:
+        """Begin to leave a note behind all that was written; None: `tell` it.
+
+        It is the node's when the transfer has ended well. Raises TransferError.
+        """
+        key, payload = self.known(where), write_note(note)
+        if key is None or len(payload) > NOTE_BYTES_MAX or not self.takes_note(where):
+            return None
+        with self._offered:
+            if self._nothing is None:
+                memory = allocate(1, huge_pages=False)
+                self._nothing = self._engine.register(memory), memory
+            region, _ = self._nothing
+        return self.write(where, region, key, 0, 0, 0, payload)
+
+    def write(
+        self,
+        where: NodeAddress,
+        region: Region,
+        key: RegionKey,
+        offset: int,
+        target_offset: int,
+        nbytes: int,
+        note: bytes,
+    ) -> Transfer | None:
+        """Write bytes and a note about them; None, and nothing is written, if notes are sent."""
+        transfer = self._engine.write_with_note(
+            where.node, region, key, offset, target_offset, nbytes, note,
+            priority=Priority.KV_PUT,
+        )  # fmt: skip
+        if transfer is None:
+            self._noted.discard((where.node, where.segment))
+        return transfer
+
     def forget(self, node: str) -> None:
         """Ask anew next time: a key of this node did not work."""
         with self._offered:
@@ -169,6 +226,8 @@ class SegmentKeys:
             if box is not None and box.owner == peer:
                 self._mailboxes[target] = box
                 self._stamped.add(target)
+            if note.takes_notes:
+                self._noted.add(target)
             self._keys[target] = key
             self._offered.notify_all()
 
@@ -224,7 +283,7 @@ class SegmentKeys:
         finally:
             self._engine.release(region)
             memory.close()
-            if outbox is None:
+            if outbox is None and target not in self._noted:
                 self._stamped.discard(target)
         return outbox
 

@@ -1,6 +1,7 @@
-"""A node's mailboxes, one for each client of its host; see `kvstore/mailbox.py`.
+"""What clients leave for a node: in mailboxes, one for each client of its host (see
+`kvstore/mailbox.py`), and with their writes, where the engine keeps it.
 
-    segment.index ─▶ catch_up ─▶ notes of all mailboxes, by their stamps ─▶ indices
+    segment.index ─▶ catch_up ─▶ notes of all, by their stamps ─▶ indices
     a note is sent ─▶ catch_up, up to its stamp ─▶ that note
 
 What a note says of a place holds until somebody else is given the place, which happens after the
@@ -74,8 +75,10 @@ class Mailboxes:
         # stamp, segment, what was said (of many blocks no more than where they are)
         self._recent: deque[tuple[int, int, Said]] = deque()
         self._recent_blocks = 0
+        self._left: list[tuple[int, bytes]] = []  # with writes, and not entered yet
         self._clock = mailbox.clock_name()
         self._closed = False
+        engine.on_notes(self.catch_up)
         engine.on_peer_lost(lambda peer, evidence: self.remove(peer))
 
     def offer_to(self, peer: str) -> tuple[bytes, str]:
@@ -96,9 +99,8 @@ class Mailboxes:
 
         Whoever looks at what notes are about does so first.
         """
-        if self._boxes:
-            with self._lock:
-                self._take(until_ns)
+        with self._lock:
+            self._take(until_ns)
 
     def take_sent(self, note: Note) -> None:
         """Take a note that did not come by a mailbox."""
@@ -162,12 +164,14 @@ class Mailboxes:
 
         Hence with each note those are taken that were left before it was thought of.
         """
-        assert copying.compiled is not None
         until = time.monotonic_ns() if until_ns is None else until_ns
-        stamped: list[tuple[int, bytes]] = []
+        self._left += [(stamp, note) for _, stamp, note in self._engine.take_notes()]
+        taken = bisect_right(self._left, until, key=itemgetter(0))
+        stamped, self._left = self._left[:taken], self._left[taken:]
         for peer, box in self._boxes.items():
             if box.is_broken:
                 continue
+            assert copying.compiled is not None
             try:
                 box.taken, notes = copying.compiled.mailbox_take(
                     box.address, box.nbytes, box.taken, until

@@ -239,10 +239,11 @@ class StoreNode:
         # As of after the offer: those before it are asked.
         anew = self._settlement.is_anew() or is_back
         mailbox, clock = b"", ""
-        if not note.for_copies and not self._segment(note.segment).is_logged:
+        takes_notes = not note.for_copies and not segment.is_logged
+        if takes_notes:
             mailbox, clock = self._mailboxes.offer_to(peer)
         leaders = self._settlement.leaders if anew else []
-        offer = OfferSegment(note.ask_id, key.encode(), anew, leaders, mailbox, clock)
+        offer = OfferSegment(note.ask_id, key.encode(), anew, leaders, mailbox, clock, takes_notes)
         encode = encode_to_node if note.for_copies else encode_to_client
         self._engine.notify(peer, encode(offer))
 

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, NamedTuple
-
-import xxhash
 
 from kvstore.client.put_options import PutOptions, is_plain
 from kvstore.client.reserved_places import NOTHING, ReservedPlace
@@ -23,11 +20,12 @@ from kvstore.client.steps import Steps, ask, work
 from kvstore.copying import copy_with_checksum
 from kvstore.errors import Fenced, KVStoreError, MasterRefused, NodeUnreachable
 from kvstore.shards.plan import shard_of
+from kvstore.values.sent_values import send_value
 from kvstore.values.values import Part, RegionPiece
 from kvstore.wire import messages as m
 from kvstore.wire.messages import Pin, PutOutcome
 from kvstore.wire.peer_messages import Unwritten
-from transfer import Priority, TransferError
+from transfer import TransferError
 
 if TYPE_CHECKING:
     from kvstore.client.client_core import ClientCore
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from kvstore.client.reserved_places import ReservedPlaces
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.writes_under_way import WriteUnderWay
+    from kvstore.wire.left_notes import Row
     from transfer import RegionKey
     from transfer.prepared import InPlace
 
@@ -126,7 +125,7 @@ class QuickWrites:
                 if place is None:
                     return None
             checksum = self._write(value, place, write)
-            if checksum is None or not self._note(value, place, checksum):
+            if checksum is None:
                 return None
             request, since_s = self._store(value, place, checksum, left)
             try:
@@ -223,7 +222,7 @@ class QuickWrites:
         return place
 
     def _write(self, value: _Value, place: ReservedPlace, write: WriteUnderWay) -> int | None:
-        """Write a value and return its checksum; None if that is not possible here."""
+        """Write a value, tell the node, and return the checksum; None if it cannot be done here."""
         where = place.where
         try:
             key = self._segments.known(where)
@@ -236,7 +235,8 @@ class QuickWrites:
             return None
         if mapped is None and write.may_start((where.node, where.segment)):
             return self._send(value, place, key, write)
-        return self._copy(value, place, mapped, write)
+        checksum = self._copy(value, place, mapped, write)
+        return checksum if checksum is not None and self._note(value, place, checksum) else None
 
     def _mapped(self, place: ReservedPlace, key: RegionKey) -> InPlace | None:
         """Return the memory of a place's segment if it is mapped here."""
@@ -269,50 +269,43 @@ class QuickWrites:
         self, value: _Value, place: ReservedPlace, key: RegionKey, write: WriteUnderWay
     ) -> int | None:
         """As `_write`, to memory that is not mapped here."""
-        where, engine, part = place.where, self._core.engine, value.part
+        where, part = place.where, value.part
         staged = not isinstance(part, RegionPiece)
         if part.nbytes > (STAGED_BYTES_MAX if staged else SENT_BYTES_MAX):
             self._places.abandon(value.shard, place.batch)
             self._sizes.pop(place.space, None)
             self._paused_until_s = time.monotonic() + PAUSE_S
             return None
-        with ExitStack() as stack:
-            if not isinstance(part, RegionPiece):
-                buffer = stack.enter_context(self._core.staging.borrow(part.nbytes))
-                buffer.array[: part.nbytes] = part
-                part = RegionPiece(buffer, 0, part.nbytes)
-            first, end = part.offset, part.offset + part.nbytes
-            try:
-                transfer = engine.write(
-                    where.node, part.region, key, first, place.offset, part.nbytes,
-                    priority=Priority.KV_PUT,
-                )  # fmt: skip
-                # While the bytes are under way.
-                checksum = xxhash.xxh3_64_intdigest(part.region.array.data[first:end])
-                transfer.wait()
-            except TransferError as error:
-                # Bytes may be under way: the place is left to the master's patience.
-                target = where.node, where.segment
-                write.granted((target,), put_s=2 * (place.until_s - time.monotonic()))
-                write.end((target,))
-                self._lose(place, error)
-                return None
-        return checksum
+        try:
+            checksum, told = send_value(
+                self._core, self._segments, where, key, place.offset, part,
+                lambda checksum: self._row(value, place, checksum),
+            )  # fmt: skip
+        except TransferError as error:
+            # Bytes may be under way: the place is left to the master's patience.
+            target = where.node, where.segment
+            write.granted((target,), put_s=2 * (place.until_s - time.monotonic()))
+            write.end((target,))
+            self._lose(place, error)
+            return None
+        return checksum if told or self._note(value, place, checksum) else None
 
     def _note(self, value: _Value, place: ReservedPlace, checksum: int) -> bool:
         """Tell the node what lies there, before the master hears of it; False if that fails."""
-        options = value.options
-        row = (
-            place.offset, value.nbytes, value.key, checksum, options.pin is Pin.HARD, 0,
-            self._core.tenant.name, options.group,
-        )  # fmt: skip
         try:
-            self._segments.tell_row(place.where, row)
+            self._segments.tell_row(place.where, self._row(value, place, checksum))
         except TransferError as error:
             self._lose(place, error)
             self._places.abandon(value.shard, place.batch)
             return False
         return True
+
+    def _row(self, value: _Value, place: ReservedPlace, checksum: int) -> Row:
+        options = value.options
+        return (
+            place.offset, value.nbytes, value.key, checksum, options.pin is Pin.HARD, 0,
+            self._core.tenant.name, options.group,
+        )  # fmt: skip
 
     def _store(
         self, value: _Value, place: ReservedPlace, checksum: int, left: int
@@ -379,16 +372,16 @@ class QuickWrites:
 
     def _forget(self, place: ReservedPlace, key: bytes) -> None:
         """Let the node know that what is written there is no block: its name was taken."""
-        note = Unwritten(key, place.offset, place.where.segment)
+        where, note = place.where, Unwritten(key, place.offset, place.where.segment)
         try:
-            self._segments.tell(place.where.node, note)
+            self._segments.say(where, note)
         except TransferError as error:
             self._lose(place, error)
             try:
-                self._segments.get(place.where, deadline_s=time.monotonic() + REACH_S)
-                self._segments.tell(place.where.node, note)
+                self._segments.get(where, deadline_s=time.monotonic() + REACH_S)
+                self._segments.say(where, note)
             except (NodeUnreachable, TransferError) as again:
-                logger.warning("%s remembers %s: %s", place.where.node, key.hex(), again)
+                logger.warning("%s remembers %s: %s", where.node, key.hex(), again)
 
     def _lose(self, place: ReservedPlace, error: Exception) -> None:
         logger.warning("not written to %s: %s", place.where.node, error)

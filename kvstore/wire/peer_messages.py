@@ -64,6 +64,7 @@ class OfferSegment(msgspec.Struct, frozen=True, tag="offer_segment"):
 
     `mailbox`: the key to where notes about this segment can be left; empty: they are sent.
     `clock`: see `kvstore.mailbox.clock_name`.
+    `takes_notes`: notes about this segment may be left with writes, where these carry any.
     """
 
     ask_id: int
@@ -72,6 +73,7 @@ class OfferSegment(msgspec.Struct, frozen=True, tag="offer_segment"):
     leaders: list[Leader] = []
     mailbox: bytes = b""
     clock: str = ""
+    takes_notes: bool = False
 
 
 class AskAtRest(msgspec.Struct, frozen=True, tag="ask_at_rest"):

@@ -71,11 +71,11 @@ def header(kind: RequestKind = RequestKind.WRITE, **fields: Any) -> bytes:
     return Request(kind=kind, **{**default, **fields}).encode()
 
 
-def write_bytes(offset: int, payload: bytes, **fields: Any) -> bytes:
+def write_bytes(offset: int, payload: bytes, note: bytes = b"", **fields: Any) -> bytes:
     """A whole write of one piece, as it goes over the connection."""
     numbers = np.array([offset], dtype=np.int64), np.array([len(payload)], dtype=np.int64)
-    head = header(num_pieces=1, nbytes=len(payload), **fields)
-    return head + encode_pieces(*numbers) + payload
+    head = header(num_pieces=1, nbytes=len(payload), note_bytes=len(note), **fields)
+    return head + encode_pieces(*numbers) + payload + note
 
 
 class Rig:

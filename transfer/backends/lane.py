@@ -56,6 +56,7 @@ class LaneLike(Protocol):
         ours: Ints,
         theirs: Ints,
         lengths: Ints,
+        note: bytes = b"",
         /,
     ) -> bool:
         """Send a request; never blocks.
@@ -68,12 +69,13 @@ class LaneLike(Protocol):
             ours: [N] int64.
             theirs: [N] int64, offsets in the peer's window.
             lengths: [N] int64, the header's `nbytes` in all.
+            note: follows the pieces of a write.
 
         Returns:
             False if the lane is broken or closed: nothing was sent.
 
         Raises:
-            ValueError: the pieces are not those of the header.
+            ValueError: the pieces or the note are not those of the header.
         """
 
     def bind(self, epoll: int, change: Callable[[int], None], /) -> None:

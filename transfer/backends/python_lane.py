@@ -100,14 +100,16 @@ class PythonLane(Attendance):
         ours: Ints,
         theirs: Ints,
         lengths: Ints,
+        note: bytes = b"",
         /,
     ) -> bool:
         """Send a request."""
         if not len(ours) == len(theirs) == len(lengths) or (lengths < 0).any():
             raise ValueError("offsets and lengths differ in number, or one is negative")
         request = parse_request(header)
-        if (request.num_pieces, request.nbytes) != (len(lengths), int(lengths.sum())):
-            raise ValueError("the pieces are not those of the header")
+        given = len(lengths), int(lengths.sum()), len(note)
+        if (request.num_pieces, request.nbytes, request.note_bytes) != given:
+            raise ValueError("the pieces or the note are not those of the header")
         head = header + encode_pieces(theirs, lengths)
         memory = memory_at(base, ours, lengths)
         payload = gather(memory, ours, lengths) if writes else []
@@ -116,7 +118,7 @@ class PythonLane(Attendance):
             item=item,
             kind=request.kind,
             key=(request.transfer_id, request.slice_idx),
-            parts=deque([memoryview(head), *payload]),
+            parts=deque([memoryview(head), *payload, *([memoryview(note)] if note else [])]),
             expected=PLACE.size if request.kind is RequestKind.MAP else expected,
             memory=memory,
             offsets=ours,

@@ -28,7 +28,7 @@ from transfer.wire import (
     parse_request,
 )
 
-IMMEDIATE, CLOSED, MAP = range(3)
+IMMEDIATE, CLOSED, MAP, NOTES = range(4)
 
 # Bytes taken from one connection before the others get their turn.
 TURN_BYTES: Final = 256 << 10
@@ -49,6 +49,9 @@ class Desk(Protocol):
 
     def tell(self, kind: int, connection: ServedConnection, detail: object) -> None:
         """Report an event."""
+
+    def keep_note(self, connection: ServedConnection, note: bytes) -> None:
+        """Keep a note whose bytes are in place."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +192,8 @@ class ServedConnection:
             self._reply(request, Status.OK, gather(memory, offsets, lengths))
 
     def _drop_payload(self, request: Request, status: Status) -> None:
-        nbytes = request.nbytes if request.kind is RequestKind.WRITE else 0
+        writes = request.kind is RequestKind.WRITE
+        nbytes = request.nbytes + request.note_bytes if writes else 0
         self._receive(Landing.nowhere(nbytes), lambda: self._reply(request, status, []))
 
     def _land(self, request: Request, offer: Offered, offsets: Ints, lengths: Ints) -> None:
@@ -198,6 +202,7 @@ class ServedConnection:
             return
         memory = memory_at(offer.address, offsets, lengths)
         places, packed = scatter(memory, offsets, lengths)
+        note = bytearray(request.note_bytes)
 
         def guard() -> None:
             writes = self.peer.writes
@@ -214,11 +219,14 @@ class ServedConnection:
             if packed is not None:
                 spread(memory, packed, offsets, lengths)
             self._desk.bytes_served += request.nbytes
-            if self.peer.writes.finish(request, self) and request.immediate is not None:
-                self._desk.tell(IMMEDIATE, self, request.immediate)
+            if self.peer.writes.finish(request, self):
+                if request.immediate is not None:
+                    self._desk.tell(IMMEDIATE, self, request.immediate)
+                if note:
+                    self._desk.keep_note(self, bytes(note))
             self._reply(request, Status.OK, [])
 
-        self._receive(Landing(places), landed, guard)
+        self._receive(Landing([*places, memoryview(note)]), landed, guard)
 
     def _reply(self, request: Request, status: Status, payload: list[memoryview]) -> None:
         nbytes = sum(part.nbytes for part in payload)

@@ -15,18 +15,23 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import count
-from typing import Protocol
+from typing import Final, Protocol
 
 from transfer import native
-from transfer.backends.served import CLOSED, Offered, ServedConnection, ServedPeer
+from transfer.backends.served import CLOSED, NOTES, Offered, ServedConnection, ServedPeer
 from transfer.connections.stream import Stream
 from transfer.errors import ProtocolViolation
 from transfer.memory.region import Access
 from transfer.wire import PAYLOAD_BYTES_MAX, SLICE_PIECES, SLICES_MAX, Request, Status
 
-# Kind (`IMMEDIATE`, `CLOSED`, `MAP`), peer, connection, and: the immediate; evidence and whether
-# it was nonsense; transfer, slice and token of a map request.
+# Kind (`IMMEDIATE`, `CLOSED`, `MAP`, `NOTES`), peer, connection, and: the immediate; evidence and
+# whether it was nonsense; transfer, slice and token of a map request; None.
 Event = tuple[int, int, int, object]
+# The peer that left it, nanoseconds of the monotonic clock when its bytes were in place, its bytes.
+LeftNote = tuple[str, int, bytes]
+# There is an event when so many have been left since the last one, or so many bytes.
+NOTES_TOLD: Final = 1024
+NOTES_TOLD_BYTES: Final = 1 << 20
 
 
 class ServerLike(Protocol):
@@ -66,6 +71,9 @@ class ServerLike(Protocol):
     def take_events(self) -> list[Event]:
         """Return what has happened since the last call."""
 
+    def take_notes(self) -> list[LeftNote]:
+        """Return what peers have left since the last call, in the order of arrival."""
+
     def take_counters(self) -> tuple[int, int, int]:
         """Return bytes served, requests refused, nonsense, since the last call."""
 
@@ -93,6 +101,8 @@ class PythonServer:
         self._peers: dict[int, ServedPeer] = {}
         self._connections: dict[int, ServedConnection] = {}  # by descriptor
         self._events: list[Event] = []
+        self._notes: list[LeftNote] = []
+        self._untold = [0, 0]  # notes, and their bytes
         self._closed = False
         self.bytes_served = 0
         self.refused = 0
@@ -187,6 +197,12 @@ class PythonServer:
             events, self._events = self._events, []
             return events
 
+    def take_notes(self) -> list[LeftNote]:
+        """Return what peers have left."""
+        with self._lock:
+            notes, self._notes, self._untold = self._notes, [], [0, 0]
+            return notes
+
     def take_counters(self) -> tuple[int, int, int]:
         """Return bytes served, requests refused, nonsense."""
         with self._lock:
@@ -241,6 +257,14 @@ class PythonServer:
     def tell(self, kind: int, connection: ServedConnection, detail: object) -> None:
         """Report an event. For the connections."""
         self._events.append((kind, connection.peer.id, connection.id, detail))
+
+    def keep_note(self, connection: ServedConnection, note: bytes) -> None:
+        """Keep a note. For the connections."""
+        self._notes.append((connection.peer.name, time.monotonic_ns(), note))
+        self._untold = [self._untold[0] + 1, self._untold[1] + len(note)]
+        if self._untold[0] >= NOTES_TOLD or self._untold[1] >= NOTES_TOLD_BYTES:
+            self._untold = [0, 0]
+            self.tell(NOTES, connection, None)
 
     def _find(self, connection_id: int) -> ServedConnection | None:
         return next((c for c in self._connections.values() if c.id == connection_id), None)

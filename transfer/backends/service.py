@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from transfer.backends.lane import tune
-from transfer.backends.served import CLOSED, IMMEDIATE
-from transfer.backends.server import PythonServer, ServerLike, make_server
+from transfer.backends.served import CLOSED, IMMEDIATE, NOTES
+from transfer.backends.server import LeftNote, PythonServer, ServerLike, make_server
 from transfer.connections.tls_socket import TlsSocket
 from transfer.errors import ProtocolViolation
 from transfer.immediates import ImmediateBoard
@@ -68,6 +68,7 @@ class Service:
         )
         self._opened: ServerLike | None = None
         self._stopping = False
+        self._on_notes: Callable[[], None] | None = None
 
     def open(self) -> None:
         """Start to serve."""
@@ -148,12 +149,22 @@ class Service:
                     name = peer.name if peer is not None else "a peer that is gone"
                     level = logging.WARNING if malformed else logging.DEBUG
                     logger.log(level, "data connection of %s ended: %s", name, evidence)
+                elif kind == NOTES:
+                    self._many_notes()
                 elif peer is None:
                     continue
                 elif kind == IMMEDIATE:
                     self._count(peer.name, cast("int", detail), connection_id)
                 else:
                     self._share(peer, cast("tuple[int, int, bytes]", detail)[2], connection_id)
+
+    def take_notes(self) -> list[LeftNote]:
+        """Return what peers have left with writes since the last call. Any thread."""
+        return [] if self._opened is None else self._opened.take_notes()
+
+    def on_notes(self, handler: Callable[[], None]) -> None:
+        """Name who takes notes when there are many, instead of who did so far."""
+        self._on_notes = handler
 
     def collect(self) -> None:
         """Bring the statistics up to date. Any thread."""
@@ -182,6 +193,16 @@ class Service:
             logger.warning("data connection of %s ended: %s", name, error.problem)
             self._tally.count("malformed")
             self._server.detach(connection_id)
+
+    def _many_notes(self) -> None:
+        if self._on_notes is None:
+            logger.warning("nobody takes the notes that peers leave: %s dropped",
+                           len(self._server.take_notes()))  # fmt: skip
+            return
+        try:
+            self._on_notes()
+        except Exception:
+            logger.exception("a handler of notes raised")
 
     def _share(self, peer: _Served, token: bytes, connection_id: int) -> None:
         offer = self._offers.find(token, to=peer.name)

@@ -28,7 +28,7 @@ from transfer.rails.express import Express
 from transfer.rails.rail import RailName, SliceSink
 from transfer.rails.slices import Slice
 from transfer.statistics import Tally
-from transfer.wire import HAS_IMMEDIATE, MAGIC, REQUEST, RequestKind, Status
+from transfer.wire import MAGIC, REQUEST, RequestKind, Status, flags_of
 
 # Requests of one lane without an answer.
 LANE_SLICES: Final = 64
@@ -223,17 +223,17 @@ class TcpRail:
     def _send(self, lane: LaneLike, part: Slice) -> bool:
         operation, pieces = part.operation, part.pieces
         writes = operation.kind is RequestKind.WRITE
-        immediate = operation.immediate
+        note = operation.note
+        flags, last = flags_of(operation.immediate, len(note))
         header = REQUEST.pack(
-            MAGIC, operation.kind, 0 if immediate is None else HAS_IMMEDIATE, part.idx,
-            operation.num_slices, len(pieces), immediate or 0, part.nbytes,
-            operation.transfer_id, part.oldest, operation.token,
+            MAGIC, operation.kind, flags, part.idx, operation.num_slices, len(pieces), last,
+            part.nbytes, operation.transfer_id, part.oldest, operation.token,
         )  # fmt: skip
         ours, theirs = pieces.source_offsets, pieces.target_offsets
         if not writes:
             ours, theirs = theirs, ours
         base = 0 if operation.region is None else operation.region.start
-        return lane.post(part, header, writes, base, ours, theirs, pieces.lengths)
+        return lane.post(part, header, writes, base, ours, theirs, pieces.lengths, note)
 
     def _lanes_of(self, handle: Transfer) -> set[_Entry]:
         if type(handle) is Express and handle.part is None:

@@ -275,9 +275,9 @@ static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)lane;
 }
 
-/* Begin a request of n pieces, its table and its places still to be filled in. The block is the
- * job, the places (one more for the header, one for an answer's place), then the header and the
- * table. */
+/* Begin a request of n pieces, its table, its places and its note still to be filled in. The block is
+ * the job, the places (one more for the header, one for a note or an answer's place), then the
+ * header and the table. */
 static void fill_job(Job *job, const Request *request, const char *token, size_t n)
 {
     bool writes = request->kind == WRITE_REQUEST;
@@ -285,14 +285,15 @@ static void fill_job(Job *job, const Request *request, const char *token, size_t
     uint8_t *head = (uint8_t *)&job->iovecs[n + 2];
     store_request(head, request, token);
     job->iovecs[0] = (struct iovec){head, head_bytes};
+    size_t note = note_bytes(request);
     job->next = NULL;
     job->transfer_id = request->transfer_id;
     job->slice_idx = request->slice_idx;
     job->kind = request->kind;
     job->embedded = job->urgent = false;
     job->descriptor = -1;
-    job->out = (Places){job->iovecs, writes ? n + 1 : 1,
-                        head_bytes + (writes ? request->nbytes : 0)};
+    job->out = (Places){job->iovecs, writes ? n + 1 + (note > 0) : 1,
+                        head_bytes + (writes ? request->nbytes + note : 0)};
     job->in = (Places){job->iovecs + 1, writes ? 0 : n, writes ? 0 : request->nbytes};
     if (job->kind == MAP_REQUEST) {
         job->iovecs[1] = (struct iovec){job->place, PLACE_BYTES};
@@ -301,22 +302,34 @@ static void fill_job(Job *job, const Request *request, const char *token, size_t
     job->expected = job->in.nbytes;
 }
 
+/* What follows the last piece: the bytes live as long as the job. */
+static void set_note(Job *job, size_t n, const char *note, size_t nbytes)
+{
+    if (nbytes)
+        job->iovecs[n + 1] = (struct iovec){(void *)note, nbytes};
+}
+
 /* NULL with an exception set. */
-static Job *new_job(const uint8_t *header, bool writes, size_t n, uint64_t nbytes)
+static Job *new_job(const uint8_t *header, bool writes, size_t n, uint64_t nbytes,
+                    const char *note, size_t given)
 {
     Request request;
     load_request(&request, header);
-    if (request.num_pieces != n || request.nbytes != nbytes ||
+    if (request.num_pieces != n || request.nbytes != nbytes || note_bytes(&request) != given ||
         writes != (request.kind == WRITE_REQUEST)) {
-        PyErr_SetString(PyExc_ValueError, "the pieces are not those of the header");
+        PyErr_SetString(PyExc_ValueError, "the pieces or the note are not those of the header");
         return NULL;
     }
     size_t head_bytes = REQUEST_BYTES + 16 * n;
-    Job *job = malloc(sizeof *job + (n + 2) * sizeof(struct iovec) + head_bytes);
-    if (!job)
+    Job *job = malloc(sizeof *job + (n + 2) * sizeof(struct iovec) + head_bytes + given);
+    if (!job) {
         PyErr_NoMemory();
-    else
-        fill_job(job, &request, (const char *)request.token, n);
+        return NULL;
+    }
+    fill_job(job, &request, (const char *)request.token, n);
+    char *copy = (char *)&job->iovecs[n + 2] + head_bytes;
+    memcpy(copy, note, given);
+    set_note(job, n, copy, given);
     return job;
 }
 
@@ -353,17 +366,18 @@ static bool queue_job(Lane *lane, Job *job, PyObject *item)
 }
 
 PyDoc_STRVAR(lane_post_doc,
-             "post(item, header, writes, base, ours, theirs, lengths)\n--\n\n"
+             "post(item, header, writes, base, ours, theirs, lengths, note=b'')\n--\n\n"
              "Send one request. Returns False if the lane is broken or closed.");
 
 static PyObject *lane_post(Lane *lane, PyObject *const *args, Py_ssize_t count)
 {
     uintptr_t base;
     Pieces pieces;
-    char *header;
-    Py_ssize_t header_bytes;
-    if (check_count(count, 7, "post") ||
-        PyBytes_AsStringAndSize(args[1], &header, &header_bytes) < 0)
+    char *header, *note = "";
+    Py_ssize_t header_bytes, note_size = 0;
+    if (check_count(count < 8 ? count : count - 1, 7, "post") ||
+        PyBytes_AsStringAndSize(args[1], &header, &header_bytes) < 0 ||
+        (count == 8 && PyBytes_AsStringAndSize(args[7], &note, &note_size) < 0))
         return NULL;
     if (header_bytes != REQUEST_BYTES) {
         PyErr_Format(PyExc_ValueError, "a header has %d bytes", REQUEST_BYTES);
@@ -374,7 +388,8 @@ static PyObject *lane_post(Lane *lane, PyObject *const *args, Py_ssize_t count)
         take_pieces(&pieces, args[5], args[4], args[6]))
         return NULL;
     size_t n = (size_t)pieces.count;
-    Job *job = new_job((const uint8_t *)header, writes, n, (uint64_t)pieces.nbytes);
+    Job *job = new_job((const uint8_t *)header, writes, n, (uint64_t)pieces.nbytes, note,
+                       (size_t)note_size);
     for (size_t i = 0; job && i < n; i++)
         set_piece(job, n, i, base + (uintptr_t)pieces.source[i], pieces.target[i],
                   pieces.lengths[i]);

@@ -32,6 +32,7 @@ typedef struct {
     Lane *lane;
     /* `lock` is made for whoever wants to be told of the end: without one nobody waits. */
     PyObject *peer, *region, *token, *priority, *rails, *rail, *link, *lock;
+    PyObject *note; /* bytes, or NULL */
     _Alignas(16) char job[ONE_PIECE_JOB_BYTES];
 } Message;
 
@@ -75,6 +76,7 @@ static void message_dealloc(Message *message)
     Py_XDECREF(message->rail);
     Py_XDECREF(message->link);
     Py_XDECREF(message->lock);
+    Py_XDECREF(message->note);
     Py_TYPE(message)->tp_free((PyObject *)message);
 }
 
@@ -270,6 +272,7 @@ static PyMemberDef message_members[] = {
     MESSAGE_MEMBER(token, T_OBJECT, READONLY),
     MESSAGE_MEMBER(priority, T_OBJECT, READONLY),
     MESSAGE_MEMBER(rails, T_OBJECT, READONLY),
+    MESSAGE_MEMBER(note, T_OBJECT, READONLY),
     MESSAGE_MEMBER(rail, T_OBJECT, 0),
     MESSAGE_MEMBER(link, T_OBJECT, 0),
     {NULL, 0, 0, 0, NULL},

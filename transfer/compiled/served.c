@@ -6,6 +6,7 @@ static void free_connection(Connection *connection)
         close(connection->input.fd);
     free(connection->table);
     free(connection->iovecs);
+    free(connection->note);
     free(connection);
 }
 
@@ -91,8 +92,12 @@ static void acknowledge(Connection *connection, int status, uint64_t nbytes)
 static const char *check_header(const Server *server, const uint8_t *p, const Request *request)
 {
     if (load16(p) != MAGIC || request->kind < WRITE_REQUEST || request->kind > MAP_REQUEST ||
-        request->flags & ~HAS_IMMEDIATE)
+        request->flags & ~(HAS_IMMEDIATE | HAS_NOTE))
         return "malformed: a request that makes no sense";
+    if (request->flags & HAS_NOTE &&
+        (request->kind != WRITE_REQUEST || request->flags & HAS_IMMEDIATE ||
+         request->immediate == 0 || request->immediate > NOTE_BYTES_MAX))
+        return "malformed: a note that makes no sense";
     if (request->slice_idx >= request->num_slices || request->num_slices > server->slices_max)
         return "malformed: a slice beyond the number of slices";
     if (request->num_pieces > server->slice_pieces_max ||
@@ -104,10 +109,18 @@ static const char *check_header(const Server *server, const uint8_t *p, const Re
     return NULL;
 }
 
-/* Room for the table and places of a request. */
+/* Room for the table and places of a request, and for its note. */
 static const char *make_room(Connection *connection)
 {
-    size_t n = connection->request.num_pieces;
+    size_t note = note_bytes(&connection->request);
+    if (note > connection->note_room) {
+        uint8_t *grown = realloc(connection->note, note);
+        if (!grown)
+            return "out of memory";
+        connection->note = grown;
+        connection->note_room = note;
+    }
+    size_t n = connection->request.num_pieces + (note > 0);
     if (n <= connection->room)
         return NULL;
     uint8_t *table = realloc(connection->table, 16 * n);
@@ -161,6 +174,12 @@ static int place_pieces(const Server *server, Connection *connection, const Offe
     if (total != connection->request.nbytes)
         return -1;
     connection->places = (Places){connection->iovecs, n, connection->request.nbytes};
+    size_t note = note_bytes(&connection->request);
+    if (note) { /* lands behind the last piece */
+        connection->iovecs[n] = (struct iovec){connection->note, note};
+        connection->places.count++;
+        connection->places.nbytes += note;
+    }
     return status;
 }
 
@@ -170,7 +189,9 @@ static void discard_payload(Connection *connection, int status)
     connection->offer = NULL;
     connection->stage = DISCARDING;
     connection->places.nbytes =
-        connection->request.kind == WRITE_REQUEST ? connection->request.nbytes : 0;
+        connection->request.kind == WRITE_REQUEST
+            ? connection->request.nbytes + note_bytes(&connection->request)
+            : 0;
     connection->places.count = 0;
 }
 
@@ -232,9 +253,12 @@ static const char *finish_landing(Server *server, Connection *connection)
 {
     const Request *request = &connection->request;
     server->bytes_served += request->nbytes;
-    if (finish_slice(connection) && request->flags & HAS_IMMEDIATE &&
-        !tell(server, connection, IMMEDIATE_EVENT, false, ""))
-        return "out of memory";
+    if (finish_slice(connection)) {
+        if (request->flags & HAS_IMMEDIATE && !tell(server, connection, IMMEDIATE_EVENT, false, ""))
+            return "out of memory";
+        if (request->flags & HAS_NOTE && !keep_note(server, connection))
+            return "out of memory";
+    }
     acknowledge(connection, OK, 0);
     connection->offer = NULL;
     connection->stage = HEADER;

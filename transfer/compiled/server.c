@@ -63,6 +63,8 @@ typedef struct Connection {
     uint8_t *table;
     struct iovec *iovecs;
     size_t room;            /* pieces that `table` and `iovecs` have room for */
+    uint8_t *note;          /* follows the payload that lands */
+    size_t note_room;
     Places places;
     uint8_t acks[ACK_BYTES];
     size_t acks_start, acks_end;
@@ -70,7 +72,7 @@ typedef struct Connection {
     Looks looks; /* not for looking: for whether the other side shares a core */
 } Connection;
 
-enum { IMMEDIATE_EVENT, CLOSED_EVENT, MAP_EVENT };
+enum { IMMEDIATE_EVENT, CLOSED_EVENT, MAP_EVENT, NOTES_EVENT };
 
 typedef struct Event {
     struct Event *next;
@@ -80,6 +82,18 @@ typedef struct Event {
     bool malformed;
     char evidence[EVIDENCE_BYTES];
 } Event;
+
+/* What a peer has left with a write: its name, a zero, what it says. */
+typedef struct Note {
+    struct Note *next;
+    int64_t stamp; /* of this clock: when all bytes were in place */
+    size_t name_bytes, nbytes;
+    char text[];
+} Note;
+
+/* Python hears of notes when so many have been left since it last heard, or so many bytes. */
+#define NOTES_TOLD 1024
+#define NOTES_TOLD_BYTES (1 << 20)
 
 typedef struct {
     PyObject_HEAD
@@ -101,6 +115,8 @@ typedef struct {
     Connection **slots;
     size_t num_slots;
     Event *first_event, **last_event;
+    Note *first_note, **last_note;
+    size_t untold_notes, untold_bytes;
     uint64_t bytes_served, refused, malformed;
 } Server;
 
@@ -144,6 +160,28 @@ static bool tell(Server *server, Connection *connection, int kind, bool malforme
     *server->last_event = event;
     server->last_event = &event->next;
     return true;
+}
+
+/* Keep a note that has landed. Nobody is woken for it, until there are many. */
+static bool keep_note(Server *server, Connection *connection)
+{
+    size_t nbytes = note_bytes(&connection->request), name_bytes = strlen(connection->peer->name);
+    Note *note = malloc(sizeof *note + name_bytes + 1 + nbytes);
+    if (!note)
+        return false;
+    note->next = NULL;
+    note->stamp = now_ns();
+    note->name_bytes = name_bytes;
+    note->nbytes = nbytes;
+    memcpy(note->text, connection->peer->name, name_bytes + 1);
+    memcpy(note->text + name_bytes + 1, connection->note, nbytes);
+    *server->last_note = note;
+    server->last_note = &note->next;
+    server->untold_bytes += nbytes;
+    if (++server->untold_notes < NOTES_TOLD && server->untold_bytes < NOTES_TOLD_BYTES)
+        return true;
+    server->untold_notes = server->untold_bytes = 0;
+    return tell(server, connection, NOTES_EVENT, false, "");
 }
 
 /* ---- offers */

@@ -36,6 +36,7 @@ static PyObject *server_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     server->slices_max = slices;
     server->next_id = 1;
     server->last_event = &server->first_event;
+    server->last_note = &server->first_note;
     server->epoll = epoll_create1(EPOLL_CLOEXEC);
     server->wakeup = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     struct epoll_event event = {.events = EPOLLIN, .data.u64 = 0};
@@ -349,6 +350,9 @@ static PyObject *event_tuple(const Event *event)
         return Py_BuildValue("iKK(sO)", event->kind, (unsigned long long)event->peer_id,
                              (unsigned long long)event->connection_id, event->evidence,
                              event->malformed ? Py_True : Py_False);
+    case NOTES_EVENT:
+        return Py_BuildValue("iKKO", event->kind, (unsigned long long)event->peer_id,
+                             (unsigned long long)event->connection_id, Py_None);
     default:
         return Py_BuildValue("iKK(KIy#)", event->kind, (unsigned long long)event->peer_id,
                              (unsigned long long)event->connection_id,
@@ -378,6 +382,35 @@ static PyObject *server_take_events(Server *server, PyObject *ignored)
         Py_XDECREF(tuple);
         free(event);
         event = next;
+    }
+    return list;
+}
+
+PyDoc_STRVAR(take_notes_doc, "take_notes()\n--\n\nReturn what peers have left with writes since the "
+                             "last call, in the order of arrival: [(name, when, payload)].");
+
+static PyObject *server_take_notes(Server *server, PyObject *ignored)
+{
+    (void)ignored;
+    lock_server(server);
+    Note *note = server->first_note;
+    server->first_note = NULL;
+    server->last_note = &server->first_note;
+    server->untold_notes = server->untold_bytes = 0;
+    unlock_server(server);
+    PyObject *list = PyList_New(0);
+    while (note) {
+        Note *next = note->next;
+        PyObject *tuple =
+            list ? Py_BuildValue("s#Ly#", note->text, (Py_ssize_t)note->name_bytes,
+                                 (long long)note->stamp, note->text + note->name_bytes + 1,
+                                 (Py_ssize_t)note->nbytes)
+                 : NULL;
+        if (list && (!tuple || PyList_Append(list, tuple) < 0))
+            Py_CLEAR(list);
+        Py_XDECREF(tuple);
+        free(note);
+        note = next;
     }
     return list;
 }
@@ -511,6 +544,10 @@ static void server_dealloc(Server *server)
         next = event->next;
         free(event);
     }
+    for (Note *note = server->first_note, *next; note; note = next) {
+        next = note->next;
+        free(note);
+    }
     free(server->slots);
     if (server->epoll >= 0)
         close(server->epoll);
@@ -534,6 +571,7 @@ static PyMethodDef server_methods[] = {
     METHOD(run, METH_O),
     METHOD(wake, METH_NOARGS),
     METHOD(take_events, METH_NOARGS),
+    METHOD(take_notes, METH_NOARGS),
     METHOD(take_counters, METH_NOARGS),
     METHOD(answer, METH_VARARGS),
     {"close", (PyCFunction)server_close, METH_NOARGS, server_close_doc},

@@ -103,6 +103,7 @@ typedef struct {
     long long window_bytes, rights; /* of the key */
     uintptr_t start;
     PyObject *token; /* a reference */
+    PyObject *note;  /* bytes, borrowed; NULL if it carries none */
 } Wanted;
 
 /* An attribute that is a non-negative integer; -1 without an exception if it is something else. */
@@ -160,7 +161,7 @@ static bool understand_piece(const ShortWay *way, PyObject *const *args, Wanted 
     if (!Py_IS_TYPE(region, way->region_type) || !Py_IS_TYPE(key, way->key_type) ||
         !take_number(args[3], &wanted->our_offset) ||
         !take_number(args[4], &wanted->their_offset) || !take_number(args[5], &wanted->nbytes) ||
-        wanted->nbytes == 0)
+        (wanted->nbytes == 0 && !wanted->note))
         return false;
     wanted->priority = priority_of(way, args[7], wanted);
     wanted->urgent = wanted->priority == 0;
@@ -184,10 +185,18 @@ static bool understand_piece(const ShortWay *way, PyObject *const *args, Wanted 
     return false;
 }
 
+static size_t note_size(PyObject *note)
+{
+    return note ? (size_t)PyBytes_GET_SIZE(note) : 0;
+}
+
 /* Whether it is a transfer that may go the short way over sockets. */
 static bool understand(const ShortWay *way, PyObject *const *args, Wanted *wanted)
 {
     wanted->signals = args[6] != Py_None;
+    if (wanted->note && (!wanted->writes || wanted->signals || !note_size(wanted->note) ||
+                         note_size(wanted->note) > NOTE_BYTES_MAX))
+        return false;
     if (wanted->signals) {
         long long immediate;
         if (!wanted->writes || !take_number(args[6], &immediate) || immediate > UINT32_MAX)
@@ -299,6 +308,7 @@ static Message *make_message(ShortWay *way, Books *books, RailLoad *load, Lane *
     message->priority = Py_NewRef(PyTuple_GET_ITEM(way->priorities, wanted->priority));
     message->rail = Py_NewRef(load->rail);
     message->link = Py_NewRef(load->link);
+    message->note = Py_XNewRef(wanted->note);
     return message;
 }
 
@@ -315,19 +325,23 @@ static bool send_message(Message *message, const Wanted *wanted)
     append_unfinished(books, &message->number);
     message->number.message = Py_NewRef(message);
     message->oldest = oldest_of(books);
+    size_t note = note_size(message->note), n = message->nbytes ? 1 : 0;
     Request request = {.kind = message->writes ? WRITE_REQUEST : READ_REQUEST,
-                       .flags = message->signals ? HAS_IMMEDIATE : 0,
+                       .flags = message->signals ? HAS_IMMEDIATE : note ? HAS_NOTE : 0,
                        .num_slices = 1,
-                       .num_pieces = 1,
-                       .immediate = message->immediate,
+                       .num_pieces = (uint32_t)n,
+                       .immediate = note ? (uint32_t)note : message->immediate,
                        .nbytes = (uint64_t)message->nbytes,
                        .transfer_id = message->number.id,
                        .oldest = message->oldest};
     Job *job = (Job *)message->job;
-    fill_job(job, &request, PyBytes_AS_STRING(message->token), 1);
+    fill_job(job, &request, PyBytes_AS_STRING(message->token), n);
     job->embedded = true;
-    set_piece(job, 1, 0, wanted->start + (uintptr_t)message->our_offset, message->their_offset,
-              message->nbytes);
+    if (n)
+        set_piece(job, 1, 0, wanted->start + (uintptr_t)message->our_offset, message->their_offset,
+                  message->nbytes);
+    if (note)
+        set_note(job, n, PyBytes_AS_STRING(message->note), note);
     message->pending = true;
     message->load->out_bytes += message->nbytes;
     message->load->urgent_bytes += message->urgent ? message->nbytes : 0;
@@ -355,7 +369,7 @@ static int attend_to(Message *message)
     Lane *lane = message->lane;
     RailLoad *load = message->load;
     bool soon = attend_to_posted(lane);
-    if (message->nbytes > GIL_BYTES) {
+    if (message->nbytes + (long long)note_size(message->note) > GIL_BYTES) {
         bool unsent;
         Py_BEGIN_ALLOW_THREADS
         unsent = push_jobs(lane);
@@ -380,25 +394,29 @@ static int call_once(PyObject **at)
 
 PyDoc_STRVAR(short_way_post_doc,
              "post(writes, peer, region, key, our_offset, their_offset, nbytes, immediate, "
-             "priority)\n--\n\nSend one piece at once, or copy it where it is mapped. Returns its handle, or None if it has to go "
-             "the long way: whatever is unusual, or wrong.");
+             "priority, note=None)\n--\n\nSend one piece at once, or copy it where it is mapped. "
+             "Returns its handle, or None if it has to go the long way: whatever is unusual, or "
+             "wrong.");
 
 static PyObject *post_mapped(ShortWay *way, bool writes, PyObject *const *args);
 
 static PyObject *short_way_post(ShortWay *way, PyObject *const *args, Py_ssize_t count)
 {
-    if (check_count(count, 9, "post") < 0)
+    if (check_count(count < 10 ? count : count - 1, 9, "post") < 0)
         return NULL;
+    PyObject *note = count == 10 && args[9] != Py_None ? args[9] : NULL;
+    if (note && !PyBytes_CheckExact(note))
+        Py_RETURN_NONE;
     Books *books = (Books *)PyDict_GetItemWithError(way->peers, args[1]);
     if (!books) {
-        if (!PyErr_Occurred())
+        if (!PyErr_Occurred() && !note)
             return post_mapped(way, args[0] == Py_True, args + 1);
         PyErr_Clear(); /* what cannot be a key is no peer's name */
         Py_RETURN_NONE;
     }
     if (books->stopped || books->count >= OPERATIONS_MAX || is_exhausted(books))
         Py_RETURN_NONE;
-    Wanted wanted = {.writes = args[0] == Py_True};
+    Wanted wanted = {.writes = args[0] == Py_True, .note = note};
     if (!understand(way, args + 1, &wanted))
         Py_RETURN_NONE;
     /* Nothing overtakes its own kind; what is urgent does not queue behind bulk. */

@@ -7,6 +7,9 @@
 #define TOKEN_BYTES 16
 #define PLACE_BYTES 16
 #define HAS_IMMEDIATE 1
+/* A note of `immediate` bytes follows the payload. */
+#define HAS_NOTE 2
+#define NOTE_BYTES_MAX (64 << 10)
 enum { WRITE_REQUEST = 1, READ_REQUEST = 2, MAP_REQUEST = 3 };
 enum { OK = 0, UNKNOWN = 1, NO_RIGHT = 2, OUT_OF_BOUNDS = 3, GONE = 4 };
 enum { MAY_READ = 1, MAY_WRITE = 2 };
@@ -38,6 +41,11 @@ typedef struct {
     uint64_t nbytes, transfer_id, oldest;
     uint8_t token[TOKEN_BYTES];
 } Request;
+
+static size_t note_bytes(const Request *request)
+{
+    return request->flags & HAS_NOTE ? request->immediate : 0;
+}
 
 static uint16_t load16(const uint8_t *p)
 {

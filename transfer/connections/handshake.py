@@ -34,7 +34,7 @@ import msgspec
 
 from transfer.errors import HandshakeRefused, ProtocolViolation
 
-VERSION: Final = 3
+VERSION: Final = 4
 NONCE_BYTES: Final = 32
 HALF_BYTES: Final = 32
 MESSAGE_BYTES_MAX: Final = 2048

@@ -15,7 +15,7 @@ from typing import Protocol
 from transfer import native
 from transfer.handle import Transfer
 from transfer.memory.region import Region, RegionKey
-from transfer.pieces import one_piece
+from transfer.pieces import EMPTY, one_piece
 from transfer.priority import URGENT_BYTES_MAX, Priority
 from transfer.rails.books import BooksLike
 from transfer.rails.slices import Operation, Slice
@@ -47,12 +47,17 @@ class Express(native.Message, Transfer):
                 token=self.token,
                 region=self.region,
                 immediate=self.immediate,
+                note=self.note or b"",
                 priority=self.priority,
                 transfer_id=self.transfer_id,
                 rails=self.rails,
                 queued_at=self.started,
             )
-            pieces = one_piece(self.our_offset, self.their_offset, self.nbytes, write=self.writes)
+            pieces = EMPTY
+            if self.nbytes:  # else it is a note alone
+                pieces = one_piece(
+                    self.our_offset, self.their_offset, self.nbytes, write=self.writes
+                )
             part = Slice(operation, 0, pieces, self.nbytes, attempts=1, oldest=self.oldest)
             part.posted_at = self.started
             operation.slices.append(part)
@@ -70,10 +75,7 @@ class Copied(native.MappedCopy, Transfer):
     wait_long = Transfer.wait
 
 
-Post = Callable[
-    [bool, str, Region, RegionKey, object, object, object, int | None, Priority | None],
-    Transfer | None,
-]
+Post = Callable[..., Transfer | None]
 
 
 class ShortWayLike(Protocol):
@@ -90,7 +92,7 @@ class ShortWayLike(Protocol):
     @property
     def post(self) -> Post:
         """Send one piece at once, or copy it: (writes, peer, region, key, our offset, their offset,
-        nbytes, immediate, priority). None if it has to go the long way.
+        nbytes, immediate, priority, note=None). None if it has to go the long way.
         """
 
     def add(self, peer: str, books: BooksLike, /) -> None:

@@ -30,6 +30,8 @@ class Operation:
         token: names the owner's window.
         region: our memory; None for a map request.
         immediate: counted at the owner once all slices are in place.
+        note: kept by the owner once all slices are in place, of a write over tcp without an
+            immediate; empty = none.
         priority: its class of traffic.
         transfer_id: unique per peer, ascending; given when it is submitted.
         slices: all of it, in order of `idx`.
@@ -48,6 +50,7 @@ class Operation:
     token: bytes
     region: Region | None
     immediate: int | None
+    note: bytes = b""
     priority: Priority = Priority.ACTIVATIONS
     transfer_id: int = 0
     slices: list[Slice] = field(default_factory=list)

@@ -17,6 +17,7 @@ from transfer.control import _parse_failure
 from transfer.errors import ControlError, ProtocolViolation
 from transfer.memory.region import TOKEN_BYTES, RegionKey
 from transfer.wire import (
+    NOTE_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
     REPLY,
     REQUEST,
@@ -44,16 +45,19 @@ def requests(draw: Any) -> Request:
     num_slices = draw(st.integers(1, SLICES_MAX))
     num_pieces = draw(st.integers(0, SLICE_PIECES))
     transfer_id = draw(U64)
+    kind = draw(st.sampled_from(RequestKind))
+    noted = kind is RequestKind.WRITE and draw(st.booleans())
     return Request(
-        kind=draw(st.sampled_from(RequestKind)),
+        kind=kind,
         transfer_id=transfer_id,
         oldest=draw(st.integers(0, transfer_id)),
         slice_idx=draw(st.integers(0, num_slices - 1)),
         num_slices=num_slices,
         num_pieces=num_pieces,
         nbytes=draw(st.integers(1, PAYLOAD_BYTES_MAX)) if num_pieces else 0,
-        immediate=draw(st.none() | U32),
+        immediate=None if noted else draw(st.none() | U32),
         token=draw(st.binary(min_size=TOKEN_BYTES, max_size=TOKEN_BYTES)),
+        note_bytes=draw(st.integers(1, NOTE_BYTES_MAX)) if noted else 0,
     )
 
 
@@ -84,6 +88,9 @@ def test_no_other_bytes_make_a_request(noise: bytes, request: Request, data: Any
             assert parsed.num_pieces <= SLICE_PIECES
             assert (parsed.num_pieces == 0) == (parsed.nbytes == 0)
             assert parsed.oldest <= parsed.transfer_id
+            assert 0 <= parsed.note_bytes <= NOTE_BYTES_MAX
+            assert not parsed.note_bytes or parsed.kind is RequestKind.WRITE
+            assert not parsed.note_bytes or parsed.immediate is None
 
 
 @given(st.binary(min_size=REPLY.size, max_size=REPLY.size))

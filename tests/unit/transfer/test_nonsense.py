@@ -14,6 +14,7 @@ import torch
 
 from tests.support.engines import BACKENDS, BOTH, engine_pair, new_engine, offer
 from transfer import (
+    NOTE_BYTES_MAX,
     Access,
     AccessRefused,
     AddressInvalid,
@@ -66,6 +67,14 @@ def read(s: Scene, *offsets: Any, **options: Any) -> Any:
     values: dict[str, Any] = {"peer": s.b.name, "target": s.mine, "source": s.key} | options
     return s.a.read(values.pop("peer"), values.pop("target"), values.pop("source"),
                     *(offsets or (0, 0, 1)), **values)  # fmt: skip
+
+
+def note(s: Scene, **options: Any) -> Any:
+    values: dict[str, Any] = {
+        "peer": s.b.name, "source": s.mine, "target": s.key, "source_offset": 0,
+        "target_offset": 0, "nbytes": 1, "note": b"n",
+    }  # fmt: skip
+    return s.a.write_with_note(**{**values, **options})
 
 
 OFFSETS: list[tuple[Any, ...]] = [
@@ -144,6 +153,16 @@ CALLS: dict[str, list[tuple[Callable[[Scene], Any], tuple[type[BaseException], .
     "notify": [(lambda s, p=p: s.a.notify(s.b.name, p), WRONG) for p in (
         None, 5, "text", b"x" * ((16 << 20) + 1))]
     + [(lambda s, n=n: s.a.notify(n, b""), (*WRONG, PeerUnknown)) for n in (None, 1, "x")],
+    "write_with_note": [(lambda s, o=o: note(s, **o),
+                         (*WRONG, AccessRefused, PeerUnknown)) for o in (
+        {"peer": None}, {"peer": 1}, {"peer": "x"}, {"source": None}, {"target": b"key"},
+        {"note": b""}, {"note": "x"}, {"note": None}, {"note": bytes(NOTE_BYTES_MAX + 1)},
+        {"note": bytearray(1)}, {"source_offset": -1}, {"source_offset": 1.0},
+        {"source_offset": 64}, {"target_offset": True}, {"target_offset": 64},
+        {"target_offset": [0]}, {"nbytes": 65}, {"nbytes": -1}, {"nbytes": 2**70},
+        {"nbytes": None}, {"priority": 1}, {"priority": "KV_PUT"})]
+    + [(lambda s, t=t: note(s, timeout_s=t), WRONG) for t in TIMEOUTS],
+    "on_notes": [(lambda s, h=h: s.b.on_notes(h), WRONG) for h in (None, 1, "handler")],
     "on_notify": [(lambda s, h=h: s.a.on_notify(h), WRONG) for h in (None, 1, "handler")],
     "on_peer_lost": [(lambda s, h=h: s.a.on_peer_lost(h), WRONG) for h in (None, 1, "handler")],
     "expect": [(lambda s, w=w: s.a.expect(w, timeout_s=1.0), WRONG) for w in (
@@ -160,7 +179,7 @@ CALLS: dict[str, list[tuple[Callable[[Scene], Any], tuple[type[BaseException], .
 # They take nothing that could be wrong, or are asked elsewhere in this file.
 # Their arguments go through the checks of `write` and `read`.
 ASKED_ELSEWHERE = {"prepare_write", "prepare_read", "write_pages", "read_pages", "explain"}
-WITHOUT = {"open", "close", "peers", "wake", "resume", "statistics"}
+WITHOUT = {"open", "close", "peers", "wake", "resume", "statistics", "take_notes"}
 
 
 @pytest.mark.parametrize(

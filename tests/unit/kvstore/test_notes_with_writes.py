@@ -1,0 +1,125 @@
+"""Notes that clients leave with what they write over tcp: the node knows all, and only that."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from configs.schema import TransferBackend, TransferConfig
+from kvstore import PutOptions, PutOutcome, mailbox
+from kvstore.client import reserved_places
+from kvstore.wire.peer_messages import Unwritten
+from tests.support.store_pool import Pool
+from tests.support.waits import eventually
+from tests.unit.kvstore.test_mailboxes import SIZE, STORED, fill, restart, sent_notes
+from transfer.backends.server import NOTES_TOLD
+
+TCP = TransferConfig(backend=TransferBackend.TCP)
+
+
+@pytest.fixture(autouse=True)
+def still(monkeypatch):
+    monkeypatch.setattr(reserved_places, "IDLE_S", 60.0)
+
+
+def blocks_of(pool):
+    return {block.key: block for block in pool.nodes[0].segments[0].index.blocks()}
+
+
+def test_nothing_is_sent_and_a_new_master_knows_all(stack, monkeypatch):
+    masters = stack.enter_context(ExitStack())
+    pool = Pool(stack, open_put_s=3.0, heartbeat_s=0.1)
+    stores = [pool.connect(transfer=TCP), pool.connect(transfer=TCP), pool.connect()]
+    sent = [sent_notes(store, monkeypatch) for store in stores[:2]]
+    values = {}
+    for store in stores:
+        values |= fill(store)
+        many = [secrets.token_bytes(16) for _ in range(5)]
+        bodies = [secrets.token_bytes(SIZE) for _ in many]
+        assert set(store.put_batch(many, bodies)) == {STORED}
+        values |= dict(zip(many, bodies, strict=True))
+    assert sent == [[], []]
+    assert set(blocks_of(pool)) == set(values)
+    restart(pool, masters)
+    assert {key: pool.store.get(key) for key in values} == values
+    pool.master.check_invariants()
+
+
+def test_groups_and_pins_are_told(stack):
+    pool = Pool(stack)
+    store = pool.connect(transfer=TCP)
+    fill(store)
+    options = PutOptions(group="g" * 64)
+    key = secrets.token_bytes(16)
+    for _ in range(3):
+        key = secrets.token_bytes(16)
+        assert store.put(key, secrets.token_bytes(SIZE), options=options) is STORED
+    assert blocks_of(pool)[key].group == "g" * 64
+
+
+def test_what_turned_out_to_be_no_block_is_forgotten_at_once(stack, monkeypatch):
+    pool = Pool(stack)
+    store = pool.connect(transfer=TCP)
+    values = fill(store)
+    taken = secrets.token_bytes(16)
+    assert pool.store.put(taken, b"first") is STORED
+    sent = sent_notes(store, monkeypatch)
+    left = []
+    leave = store.client.segments.leave
+    monkeypatch.setattr(
+        store.client.segments, "leave", lambda *args: (left.append(args[1]), leave(*args))[1]
+    )
+    assert store.put(taken, secrets.token_bytes(SIZE)) is PutOutcome.CONFLICT
+    assert [type(note) for note in left] == [Unwritten], "its bytes had been sent"
+    assert sent == []
+    known = blocks_of(pool)
+    assert set(known) == {*values, taken}
+    assert known[taken].nbytes == len(b"first")
+
+
+def test_those_whom_nobody_takes_are_entered_when_they_are_many(stack):
+    pool = Pool(stack, segment_bytes=64 << 20)
+    store = pool.connect(transfer=TCP)
+    engine, index = pool.nodes[0]._engine, pool.nodes[0].segments[0]._index
+    names = set(fill(store))
+    for _ in range(NOTES_TOLD):
+        names.add(key := secrets.token_bytes(16))
+        assert store.put(key, secrets.token_bytes(SIZE)) is STORED
+    eventually(lambda: index.figures().blocks > NOTES_TOLD // 2, "entered without a look")
+    assert set(blocks_of(pool)) == names
+    assert engine.take_notes() == []
+
+
+@pytest.mark.skipif(not mailbox.is_available(), reason="needs the compiled part")
+def test_several_clients_in_a_pool_that_is_small(stack):
+    """Places change hands between clients of both kinds: the last one to have it is right."""
+    pool = Pool(stack, segment_bytes=64 * SIZE)
+    stores = [pool.connect(transfer=TCP), pool.connect(transfer=TCP), pool.connect()]
+
+    def work(store):
+        rng, put = random.Random(), {}
+        for _ in range(150):
+            key, data = rng.randbytes(16), rng.randbytes(SIZE)
+            if rng.random() < 0.1:
+                keys, bodies = [rng.randbytes(16) for _ in range(5)], [data] * 5
+                outcomes = store.put_batch(keys, bodies)
+                put |= {k: data for k, o in zip(keys, outcomes, strict=True) if o is STORED}
+            elif store.put(key, data) is STORED:
+                put[key] = data
+        return put
+
+    with ThreadPoolExecutor() as threads:
+        done = list(threads.map(work, stores))
+    values = {key: data for put in done for key, data in put.items()}
+    assert len(values) > 200
+    there = {key: data for key in values if (data := pool.store.get(key)) is not None}
+    assert there
+    assert there == {key: values[key] for key in there}
+    known = blocks_of(pool)
+    assert set(there) <= set(known), "a new master would lose one"
+    verified = pool.nodes[0].segments[0].held()
+    assert set(verified.keys) >= set(there)
