@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from configs.kvstore_admin import is_loopback
 from kvstore.admin.http_app import create_app
 from kvstore.admin.metrics import MasterCollector
+from kvstore.admin.patient_protocol import PatientProtocol
 from kvstore.admin.store_admin import StoreAdmin
 from kvstore.admin.tokens import read_token
 from kvstore.admin.verify_jobs import VerifyJobs
@@ -31,7 +32,7 @@ START_S: Final = 10.0
 STOP_S: Final = 5
 JOIN_S: Final = 30.0
 KEEP_ALIVE_S: Final = 5
-CONNECTIONS_MAX: Final = 64
+CONNECTIONS_MAX: Final = 512  # beyond it all are refused, probes too
 
 
 class _Server(uvicorn.Server):
@@ -97,6 +98,7 @@ class AdminServer:
         )
         settings = uvicorn.Config(
             app,
+            http=PatientProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",

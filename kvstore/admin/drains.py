@@ -85,19 +85,33 @@ def watch_drain(
     while True:
         progress(report.moved_blocks, report.moved_blocks + report.left_blocks)
         left_s = deadline_s - time.monotonic()
-        if report.state in (DrainState.EMPTY, DrainState.STUCK) or left_s <= 0:
+        if is_over(report) or left_s <= 0:
             return report
         time.sleep(min(ASK_S, left_s))
-        try:
-            report = admin.drain(node)
-        except (AdminRefused, MasterRefused) as error:
-            if not _is_gone(error):
-                raise
-            raise DrainIncomplete(
-                node=node,
-                left_blocks=report.left_blocks,
-                problem="the node left the pool while it was drained",
-            ) from error
+        report = asked_again(admin, report)
+
+
+def is_over(report: DrainReport) -> bool:
+    """Tell whether there is nothing to wait for."""
+    return report.state in (DrainState.EMPTY, DrainState.STUCK)
+
+
+def asked_again(admin: Drainer, report: DrainReport) -> DrainReport:
+    """Return how far the drain is by now.
+
+    Raises:
+        As `watch_drain`.
+    """
+    try:
+        return admin.drain(report.node)
+    except (AdminRefused, MasterRefused) as error:
+        if not _is_gone(error):
+            raise
+        raise DrainIncomplete(
+            node=report.node,
+            left_blocks=report.left_blocks,
+            problem="the node left the pool while it was drained",
+        ) from error
 
 
 def empty_node(

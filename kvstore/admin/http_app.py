@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -20,10 +21,11 @@ import msgspec
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from kvstore.admin.drains import watch_drain
-from kvstore.admin.reports import VerifyOptions
+from kvstore.admin.drains import ASK_S, asked_again, is_over
+from kvstore.admin.reports import VerifyOptions, VerifyReport, VerifyState
 from kvstore.admin.tokens import authorizes
 from kvstore.errors import (
     AdminRefused,
@@ -36,6 +38,7 @@ from kvstore.wire.messages import RefusalReason
 
 if TYPE_CHECKING:
     from kvstore.admin.store_admin import StoreAdmin
+    from kvstore.admin.verify_job import VerifyJob
     from kvstore.admin.verify_jobs import VerifyJobs
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "/v1/store"
 BODY_BYTES_MAX: Final = 1 << 16
 WAIT_S_MAX: Final = 30.0
+LOOK_S: Final = 0.1  # from one look at a verification that is waited for to the next
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
@@ -158,9 +162,11 @@ def _add_orders(app: FastAPI, admin: StoreAdmin) -> None:
     async def drain(node: str, request: Request) -> Response:
         wait_s = _seconds(_query(request, "wait_s"), "wait_s")
         order = await _read(request, DrainOrder)
-        report = await asyncio.to_thread(
-            watch_drain, admin, node, timeout_s=wait_s, fewer_copies=order.fewer_copies
-        )
+        deadline_s = time.monotonic() + wait_s
+        report = await asyncio.to_thread(admin.drain, node, fewer_copies=order.fewer_copies)
+        while not is_over(report) and (left_s := deadline_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(ASK_S, left_s))
+            report = await asyncio.to_thread(asked_again, admin, report)
         return _json(report)
 
     @app.delete(f"{PREFIX}/drains/{{node:path}}")
@@ -197,13 +203,13 @@ def _add_verifications(app: FastAPI, jobs: VerifyJobs) -> None:
     async def progress(job_id: str, request: Request) -> Response:
         wait_s = _seconds(_query(request, "wait_s"), "wait_s")
         job = jobs.find(job_id)
-        return _json(await asyncio.to_thread(job.wait, wait_s))
+        return _json(await _ended(job, wait_s))
 
     @app.delete(f"{PREFIX}/verifications/{{job_id}}")
     async def cancel(job_id: str) -> Response:
         job = jobs.find(job_id)
         job.cancel()
-        return _json(await asyncio.to_thread(job.wait, WAIT_S_MAX))
+        return _json(await _ended(job, WAIT_S_MAX))
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -242,6 +248,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def store_error(request: Request, error: KVStoreError) -> Response:
         return _error(503 if error.retryable else 500, type(error).__name__, str(error))
 
+    @app.exception_handler(ClientDisconnect)
+    async def hung_up(request: Request, error: ClientDisconnect) -> Response:
+        return _error(400, "hung_up", "the body did not come to its end")
+
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -258,6 +268,17 @@ async def _read(request: Request, kind: type[BodyT]) -> BodyT:
         return msgspec.json.decode(bytes(body) or b"{}", type=kind)  # none: all by default
     except msgspec.MsgspecError as error:
         raise HTTPException(400, f"body: {error}") from error
+
+
+async def _ended(job: VerifyJob, wait_s: float) -> VerifyReport:
+    """Wait as `VerifyJob.wait`, in no thread: many may wait, and nobody is kept from asking."""
+    deadline_s = time.monotonic() + wait_s
+    while (report := job.report()).state is VerifyState.RUNNING:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            break
+        await asyncio.sleep(min(LOOK_S, left_s))
+    return report
 
 
 def _query(request: Request, *names: str) -> dict[str, str]:

@@ -11,7 +11,8 @@ from kvstore.master.timing import MasterTiming
 from kvstore.master.transition import Transition, equally_long, malformed, not_entered
 from kvstore.wire import messages as m
 
-SILENT_SHARE: Final = 1 / 3  # of the silence that drops a node: it may really be unreachable
+# Of the silence that drops a node: whoever says then that it cannot be reached is believed.
+SILENT_SHARE: Final = 1 / 3
 
 
 class Keeping:
@@ -85,9 +86,11 @@ class Keeping:
             if not rows:
                 continue  # gone or replaced since the reporter looked it up
             catalog.counts["corrupt" if corrupt else "unreachable"] += 1
-            # One client's broken link is not the end of a node that others can reach.
-            silence_s = now - segment.node.heard_s
-            if corrupt or silence_s > self._timing.silence_s * SILENT_SHARE:
+            if corrupt:
                 catalog.drop(rows[0])
                 dropped += 1
+            # One client's broken link is not the end of a node that others can reach. And one that
+            # was stopped has all its blocks when it goes on: nobody is sent there until then.
+            elif now - segment.node.heard_s > self._timing.silence_s * SILENT_SHARE:
+                catalog.pool.doubted.add(node)
         return m.Done(dropped)

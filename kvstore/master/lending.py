@@ -64,7 +64,7 @@ class Lending:
                 domain=request.domain or request.node,
                 heard_s=now,
             )
-        node.heard_s = now
+        pool.hear(node, now)
         segment = node.segments.get(request.segment)
         if segment is None:
             segment = self._new_segment(request, node, now)
@@ -96,7 +96,7 @@ class Lending:
             return m.Refused(
                 m.RefusalReason.UNKNOWN_NODE, f"no segment {request.segment} of {request.node}"
             )
-        node.heard_s = now
+        self._catalog.pool.hear(node, now)
         if segment.is_told:
             return m.Registered(adopted=0)
         problem = _problem(request.held)
@@ -149,10 +149,11 @@ class Lending:
         return m.Registered(adopted=len(adopted))
 
     def _heartbeat(self, request: m.Heartbeat, now: float) -> m.Reply:
-        node = self._catalog.pool.node(request.node)
+        pool = self._catalog.pool
+        node = pool.node(request.node)
         if node is None:
             return m.Known(known=False)
-        node.heard_s = now
+        pool.hear(node, now)
         return m.Known(known=True, copies=request.node in self._catalog.nodes_with_work)
 
     def _leave(self, request: m.Leave, now: float) -> m.Reply:

@@ -66,7 +66,10 @@ class Reading:
         """Return a row per key, up to the first that is missing; with `every`, for all."""
         catalog, table = self._catalog, self._catalog.table
         index, siblings, every = catalog.index.rows, table.sibling, request.every
-        plain = not request.avoid and not catalog.tenants.are_configured
+        avoid: Collection[str] = request.avoid
+        if catalog.pool.doubted:
+            avoid = {*avoid, *catalog.pool.doubted}
+        plain = not avoid and not catalog.tenants.are_configured
         if plain:
             rows = list(map(index.get, request.keys, repeat(NOT_HERE)))
             if NOT_HERE in rows and not every:
@@ -79,7 +82,7 @@ class Reading:
             row = index.get(key, NOT_HERE)
             if row != NOT_HERE and not (plain and siblings[row] == row):
                 mine = not catalog.tenants.are_configured or table.tenant[row] == tenant.number
-                row = self._choose(row, request.client, request.avoid) if mine else NOT_HERE
+                row = self._choose(row, request.client, avoid) if mine else NOT_HERE
             if row == NOT_HERE and not every:
                 break
             rows.append(row)
@@ -141,10 +144,15 @@ class Reading:
         tenant = self._catalog.tenants.acting(request.client)
         if tenant is None:
             return not_entered(request.client)
-        index = self._catalog.index.rows
-        if not self._catalog.tenants.are_configured:
+        index, doubted = self._catalog.index.rows, self._catalog.pool.doubted
+        if not self._catalog.tenants.are_configured and not doubted:
             return m.Present(list(map(index.__contains__, request.keys)))
         owner = self._catalog.table.tenant
-        return m.Present(
-            [key in index and owner[index[key]] == tenant.number for key in request.keys]
-        )
+        rows = [index.get(key, NOT_HERE) for key in request.keys]
+        mine = [row != NOT_HERE and owner[row] == tenant.number for row in rows]
+        if doubted:
+            mine = [
+                is_mine and self._choose(row, request.client, doubted) != NOT_HERE
+                for row, is_mine in zip(rows, mine, strict=True)
+            ]
+        return m.Present(mine)

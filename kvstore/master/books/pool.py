@@ -40,6 +40,7 @@ class SegmentPool:
         self._last_index = -1
         self.joined = JoinedSegments()
         self.all_heard_s = -math.inf  # nobody's silence began before this
+        self.doubted: set[str] = set()  # nodes that are not sent readers until they are heard of
         self.fast_bytes = 0  # capacity of all segments that are no disks; read it only
 
     def __iter__(self) -> Iterator[Segment]:
@@ -122,6 +123,7 @@ class SegmentPool:
     def remove(self, name: str) -> list[Segment]:
         """Take a node out, if it is in; return what were its segments."""
         node = self._nodes.pop(name, None)
+        self.doubted.discard(name)
         if node is None:
             return []
         for segment in node.segments.values():
@@ -146,7 +148,13 @@ class SegmentPool:
     def pardon(self, now: float) -> None:
         """Count every node as heard of now: it was us who did not listen."""
         for node in self.nodes:
-            node.heard_s = now
+            self.hear(node, now)
+
+    def hear(self, node: Node, now: float) -> None:
+        """It has spoken."""
+        node.heard_s = now
+        if self.doubted:
+            self.doubted.discard(node.name)
 
     def candidates(
         self,

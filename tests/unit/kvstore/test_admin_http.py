@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import secrets
+import select
 import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,14 +18,17 @@ from pydantic import ValidationError
 from configs.kvstore_admin import KVAdminConfig
 from configs.schema import TransferConfig
 from kvstore import KVStoreError
+from kvstore.admin import patient_protocol
 from kvstore.admin.admin_server import AdminServer
 from kvstore.admin.metrics import METRICS, NODE_EVENTS, CountsCollector
 from kvstore.admin.remote_admin import RemoteAdmin
 from kvstore.admin.reports import VerifyOptions, VerifyState
 from kvstore.admin.tokens import authorizes, read_token
+from kvstore.admin.verifier import Verifier
 from kvstore.errors import AdminRefused, AdminTokenInvalid, AdminUnavailable
 from kvstore.wire import messages as m
 from tests.support.scripted_master import SECRET, ScriptedMaster, figures, segment
+from tests.support.waits import eventually
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "kvstore-admin.md"
 TOKEN = secrets.token_hex(16)
@@ -192,6 +197,81 @@ def test_a_drain_can_be_waited_for(http, master):
     for reason in ("another node", "another failure domain", "being read or written"):
         assert reason in found["problem"]
     assert http.post("/v1/store/drains/first").json()["state"] == "empty"
+
+
+def test_who_waits_keeps_nobody_from_asking(server, http, master, monkeypatch):
+    """More wait than a program has threads for requests, and none is waited for at the end."""
+    let_go = threading.Event()
+    monkeypatch.setattr(Verifier, "run", lambda self: let_go.wait(60.0))
+    master.drains["first"] = [m.Draining(4, 40, 0, 0)]
+    job = http.post("/v1/store/verifications").json()["id"]
+    waits = [("POST", "drains/first"), ("GET", f"verifications/{job}")] * 20
+    callers = []
+    for method, path in waits:
+        caller = socket.create_connection(("127.0.0.1", port_of(server)))
+        caller.sendall(
+            f"{method} /v1/store/{path}?wait_s=30 HTTP/1.1\r\nHost: here\r\n"
+            f"Authorization: Bearer {TOKEN}\r\nContent-Length: 0\r\n\r\n".encode()
+        )
+        callers.append(caller)
+    drains = m.Drain("first")
+    eventually(lambda: master.asked.count(drains) >= len(waits) // 2, "all drains were asked for")
+    assert http.get("/ready").status_code == 200
+    assert http.get(f"/v1/store/verifications/{job}").json()["state"] == "running"
+    assert not select.select(callers, [], [], 0)[0], "they wait"
+    let_go.set()
+    server.close()
+    for caller in callers:
+        caller.close()
+
+
+def port_of(server: AdminServer) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /live HTTP/1.1\r\nHost"])
+def test_who_says_nothing_is_hung_up_on(server, http, monkeypatch, said):
+    monkeypatch.setattr(patient_protocol, "SILENCE_S", 0.5)
+    callers = [socket.create_connection(("127.0.0.1", port_of(server))) for _ in range(20)]
+    for caller in callers:
+        caller.sendall(said)
+        caller.settimeout(60.0)
+    for caller in callers:
+        with caller:
+            assert caller.recv(100) == b""
+    assert http.get("/live").status_code == 200
+
+
+def test_a_connection_on_which_something_is_asked_stays():
+    """A request that is answered for long, and requests that come one after the other."""
+    looks, closed = [], []
+    connection = patient_protocol.PatientProtocol.__new__(patient_protocol.PatientProtocol)
+    connection.loop = SimpleNamespace(call_later=lambda seconds, look: looks.append(look))
+    connection.transport = SimpleNamespace(close=lambda: closed.append(True))
+    connection.cycle = None
+    connection._look_later()
+    for is_answered in (False, False, True):  # asked anew each time
+        connection.cycle = SimpleNamespace(response_complete=is_answered)
+        looks.pop()()
+    connection.cycle = SimpleNamespace(response_complete=False)
+    looks.pop()()
+    looks.pop()()  # still the same, and not answered yet
+    assert not closed
+    connection.cycle.response_complete = True
+    looks.pop()()
+    assert closed
+    assert not looks
+
+
+def test_a_body_that_does_not_come_to_its_end_is_no_failure_of_ours(server, caplog):
+    with socket.create_connection(("127.0.0.1", port_of(server))) as caller:
+        caller.sendall(
+            b"POST /v1/store/rebalance HTTP/1.1\r\nHost: here\r\n"
+            b"Authorization: Bearer " + TOKEN.encode() + b"\r\nContent-Length: 100\r\n\r\n{"
+        )
+        time.sleep(0.2)
+    server.close()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_a_node_that_leaves_while_it_is_waited_for_is_named(http, master):

@@ -289,8 +289,38 @@ def test_reports_drop_what_is_corrupt_and_spare_what_others_can_reach():
     assert report(1, found.offsets[0], corrupt=True) == 1
     assert scene.there(1, 2) == [2]
     scene.pass_time(3.5, "a")
-    assert report(2, found.offsets[1], corrupt=False) == 1, "nobody hears that node"
+    assert report(2, found.offsets[1], corrupt=False) == 0
+    assert scene.there(1, 2) == [], "nobody hears that node"
     assert scene.lookup("r", 2, avoid=["b"]).offsets == []
+
+
+@pytest.mark.parametrize("how", ["heard", "silent", "slept", "left"])
+def test_who_is_out_of_reach_and_silent_is_asked_for_nothing_until_it_speaks(how):
+    scene = Scene("a", "b", "c")
+    scene.put("a", 1, 2)
+    found = scene.lookup("r", 1, 2)
+    (node,) = {where.node for where in found.nodes}
+    others = {"a", "b", "c"} - {node}
+    blocks = scene.figures.blocks
+    scene.pass_time(3.5, *others)
+    report = m.ReportBad("r", [key(1)], [node], [found.offsets[0]], [False])
+    assert scene.step(report).count == 0
+    assert scene.lookup("r", 1, 2).offsets == [], "of all its blocks, none is looked for there"
+    assert scene.there(1, 2) == []
+    assert scene.figures.blocks == blocks
+    assert scene.figures.unreachable_blocks == 1
+    if how == "heard":
+        assert scene.step(m.Heartbeat(node)).known
+    elif how == "slept":
+        scene.now += 1000.0
+    elif how == "silent":
+        scene.pass_time(7.0, *others)
+    else:
+        scene.step(m.Leave(node))
+    back = how in ("heard", "slept")
+    assert scene.there(1, 2) == ([1, 2] if back else [])
+    assert len(scene.lookup("r", 1, 2).offsets) == (2 if back else 0)
+    assert scene.figures.blocks == (blocks if back else 0)
 
 
 def test_what_a_node_says_it_holds():
