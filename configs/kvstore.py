@@ -49,6 +49,11 @@ class KVStoreConfig(Frozen):
     copy_bytes: int = Field(
         16 << 20, ge=1 << 20, description="Most bytes of the master's copies under way in a node."
     )
+    share_copies: bool = Field(
+        True,
+        description="Copies of 8 MiB and more are shared with a second core while one is idle; one"
+        " client or node that says no keeps its whole process from it.",
+    )
     scrub: ScrubConfig = ScrubConfig()
     lease_s: float = Field(
         10.0, gt=0, description="How long a looked-up block is safe from eviction."

@@ -4,12 +4,15 @@ The only module that imports `kvstore._native`, which is built where a C compile
 MOE_RUNTIME_NATIVE=0 keeps it from being used. Without it both functions do the same in two passes.
 
 Where a core of the machine is idle, a second thread takes a share of what is large (8 MiB): see
-`kvstore/compiled/second_core.c`. MOE_RUNTIME_COPY_ALONE=1 keeps copies in the threads that ask.
+`kvstore/compiled/second_core.c`. Who has `kvstore.share_copies: false` forbids it to the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Final
 
@@ -32,14 +35,39 @@ else:
     compiled = _native
 
 COMPILED: Final = compiled is not None
-if compiled is not None and os.environ.get("MOE_RUNTIME_COPY_ALONE") == "1":
-    compiled.share_copies(0)
+_NEVER, _WHERE_IDLE = 0, 1
+_objections = 0  # to the second core, by those who are open
+_lock = threading.Lock()
 # From how many bytes on, in all pieces together, a copy goes past the caches on its way into the
 # target. What is read will be used at once, so only what would not stay in a cache anyway. What is
 # stored need not be: a store that misses the caches first reads the line that it overwrites. That
 # costs more than half of the copy; below, a value may well be read while it is in a cache.
 READ_STREAM_BYTES_MIN: Final = 4 << 20
 WRITE_STREAM_BYTES_MIN: Final = 16 << 10
+
+
+@contextlib.contextmanager
+def sharing_copies(share: bool) -> Iterator[None]:
+    """Unless `share`, keep the copies of the whole process in the threads that ask for them.
+
+    As long as anybody has asked for that; there is one second core for all.
+    """
+    if share:
+        yield
+        return
+    _object(1)
+    try:
+        yield
+    finally:
+        _object(-1)
+
+
+def _object(more: int) -> None:
+    global _objections
+    with _lock:
+        _objections += more
+        if compiled is not None:
+            compiled.share_copies(_NEVER if _objections else _WHERE_IDLE)
 
 
 def checksums_of(memory: Bytes, offsets: Ints, lengths: Ints) -> list[int]:

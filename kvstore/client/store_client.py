@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -30,6 +31,7 @@ from kvstore.client.put_options import PutOptions
 from kvstore.client.reserved_places import ReservedPlaces
 from kvstore.client.segment_keys import SegmentKeys
 from kvstore.client.tenant import Tenant
+from kvstore.copying import sharing_copies
 from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_directory
 from kvstore.errors import InvalidValue
 from kvstore.values.quick_reads import QuickReads
@@ -101,6 +103,8 @@ class StoreClient:
             engine.name,
         )
         self.core.under_way.on_question(self.places.let_go)
+        self._stack = ExitStack()
+        self._stack.enter_context(sharing_copies(config.share_copies))
 
     def quick_reads(self) -> QuickReads:
         """Return the short way of single gets, with its own hot places."""
@@ -117,6 +121,7 @@ class StoreClient:
         self._link.close()
         self.core.staging.close()
         self.segments.close()
+        self._stack.close()
 
     def __enter__(self) -> StoreClient:
         return self

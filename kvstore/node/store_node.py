@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvstore.copying import sharing_copies
 from kvstore.discovery.directory import MasterDirectory
 from kvstore.errors import KVStoreError, StoreClosed
 from kvstore.node.copier import Copier, CopyFigures
@@ -108,6 +109,7 @@ class StoreNode:
             segment.on_look(self._mailboxes.catch_up)
         self._keeper = IndexKeeper(self._segments)
         self._scrubber = Scrubber(self._segments, config.scrub, self._report)
+        self._share_copies = config.share_copies
         self._stack = ExitStack()
 
     @property
@@ -129,6 +131,7 @@ class StoreNode:
         """
         logger.debug("store node %s opens at %s", self.name, self._engine.address)
         with ExitStack() as stack:
+            stack.enter_context(sharing_copies(self._share_copies))
             for segment in self._segments:
                 segment.open(self._engine)
                 stack.callback(segment.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore import copying
+from configs.schema import KVStoreConfig, TransferConfig
+from kvstore import MasterServer, StoreClient, StoreNode, copying
 from tests.support.forks import in_a_child
+from transfer import TransferEngine
 
 if not copying.COMPILED:
     pytest.skip("kvstore._native is not built: no C compiler", allow_module_level=True)
@@ -212,6 +215,51 @@ def test_what_is_not_large_is_not_shared() -> None:
         assert parts_done() == before
     finally:
         _native.share_copies(WHERE_IDLE)
+
+
+class Recorder:
+    """Stands in for the compiled part: notes what it is told of sharing."""
+
+    def __init__(self) -> None:
+        self.told = [WHERE_IDLE]
+
+    def share_copies(self, sharing: int) -> int:
+        self.told.append(sharing)
+        return 0
+
+
+def test_nobody_helps_while_anybody_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(copying, "compiled", recorder)
+    with copying.sharing_copies(True):
+        assert recorder.told == [WHERE_IDLE]
+        with copying.sharing_copies(False):
+            assert recorder.told[-1] == NEVER
+            with copying.sharing_copies(False), copying.sharing_copies(True):
+                assert recorder.told[-1] == NEVER
+            assert recorder.told[-1] == NEVER
+        assert recorder.told[-1] == WHERE_IDLE
+
+
+def test_a_client_and_a_node_object_while_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    config = KVStoreConfig(segment_bytes=1 << 20, share_copies=False)
+    secret = secrets.token_bytes(32)
+    engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=secret)
+    monkeypatch.setattr(copying, "compiled", recorder)
+    with MasterServer(config, secret=secret) as master, engine:
+        node = StoreNode(engine, master.address, config, secret=secret)
+        assert recorder.told == [WHERE_IDLE]
+        with node:
+            assert recorder.told[-1] == NEVER
+            with StoreClient(engine, master.address, config, secret=secret):
+                pass
+            assert recorder.told[-1] == NEVER
+        assert recorder.told[-1] == WHERE_IDLE
+        with StoreClient(engine, master.address, config, secret=secret) as client:
+            assert recorder.told[-1] == NEVER
+            client.close()
+        assert recorder.told[-1] == WHERE_IDLE
 
 
 def test_nonsense_is_refused() -> None:
