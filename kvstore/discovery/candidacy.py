@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0  # a candidate looks again after this, should it have missed the leader's end
+COMPLAIN_S: Final = 600.0  # whoever may not stand says so again after this, if nothing changes
 
 
 class Leader(Protocol):
@@ -92,6 +93,7 @@ class Candidacy:
         self._term = 0
         self._ticked_s = 0.0
         self._agreed = False
+        self._complaint: tuple[bytes | None, float] | None = None  # what was found, and when told
         self._closing = False
         self._awake = threading.Event()
         self._leads = threading.Event()
@@ -179,8 +181,19 @@ class Candidacy:
         found = next((entry.value for entry in entries if entry.key == key), None)
         self._agreed = found == ours
         if not self._agreed:
-            logger.error("etcd says %r shards at %s, the configuration %r", found, key, ours)
+            self._complain(found)
         return self._agreed
+
+    def _complain(self, found: bytes | None) -> None:
+        """Say once in a while, and when it changes, that masters mean other numbers of shards."""
+        now = self._clock()
+        if self._complaint is not None:
+            said, said_s = self._complaint
+            if said == found and now - said_s < COMPLAIN_S:
+                return
+        self._complaint = found, now
+        key, ours = shards_key(self._config.prefix), str(self._num_shards).encode()
+        logger.error("etcd says %r shards at %s, the configuration %r", found, key, ours)
 
     def _stop(self, reason: str) -> None:
         if self._leads.is_set():
