@@ -93,6 +93,7 @@ class Copying:
         self._queued = 0
         self._waiting: dict[bytes, CopyOrder] = {}  # what counts of the queues
         self._moving: dict[bytes, CopyOrder] = {}  # opened
+        self._sourceless: set[bytes] = set()  # of these: what was copied is none any more
         self._ready: dict[str, deque[Started]] = {}  # opened ahead of their turn
         self._started: dict[int, Started] = {}  # in the order of their deadlines; also the ready
         self._busy: dict[str, Counter[int]] = {}  # node -> copy id -> bytes
@@ -180,9 +181,17 @@ class Copying:
             if copy is not None:
                 self._pool.abort_copy(copy_id, at_rest=True)
                 row = self._pool.row_in(copy.order.key, copy.order.source)
-                if row is not None:
+                if row is not None and copy.order.key not in self._sourceless:
                     self._pool.drop(row)
                 self._end(copy.order, Outcome.CORRUPT)
+
+    def dropped(self, key: bytes, source: int) -> None:
+        """A block's copy in a segment goes. One that is put there anew is not what was ordered."""
+        moving, waiting = self._moving.get(key), self._waiting.get(key)
+        if moving is not None and moving.source == source:
+            self._sourceless.add(key)
+        elif waiting is not None and waiting.source == source and not waiting.purpose.moves:
+            self._leave_queue(waiting, Outcome.GONE)
 
     def expire(self, now: float) -> None:
         """Give up what should have been reported by now; its target may still be written."""
@@ -228,6 +237,8 @@ class Copying:
         waiting = [o for o in queued if self._waiting.get(o.key) is o]
         if len(queued) != self._queued or len(waiting) != len(self._waiting):
             self._fail("what waits is not what is queued")
+        if not self._sourceless <= self._moving.keys():
+            self._fail("what lost its source is not under way")
         if {c.order.key: c.order for c in self._started.values()} != self._moving:
             self._fail("what moves is not what was opened")
         if len(self._started) != len(self._moving) or self._moving.keys() & self._waiting.keys():
@@ -309,6 +320,7 @@ class Copying:
             return
         self.counts[order.purpose, Outcome.RETRIED] += 1
         self._moving.pop(order.key, None)
+        self._sourceless.discard(order.key)
         self._enqueue(node, replace(order, attempts=order.attempts + 1))
 
     def _take(self, node: str, copy_id: int) -> Started | None:
@@ -332,6 +344,7 @@ class Copying:
     def _end(self, order: CopyOrder, outcome: Outcome) -> None:
         self._waiting.pop(order.key, None)
         self._moving.pop(order.key, None)
+        self._sourceless.discard(order.key)
         self.counts[order.purpose, outcome] += 1
         self._ended(order, outcome)
 

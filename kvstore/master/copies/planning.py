@@ -60,6 +60,7 @@ class Planning:
         self._watches_hits = self._replication.watches_hits
         # Looked at for every copy that comes or goes: calls only where there is something to note.
         self._siblings = catalog.table.sibling
+        self._keys, self._segments = catalog.table.keys, catalog.table.segment
         self._several = self._replication.several
         self._told: dict[str, tuple[int, list[m.Copy]]] = {}  # the last turn of each node
         catalog.observers.append(self)
@@ -151,12 +152,17 @@ class Planning:
 
     def evicted(self, rows: Sequence[int]) -> None:
         """Copies make room."""
+        if self._copying:
+            for row in rows:
+                self._copying.dropped(self._keys[row], self._segments[row])
         if self._several:
             for row in rows:
                 self._replication.dropped(row, evicted=True)
 
     def dropped(self, row: int) -> None:
         """A copy is none any more."""
+        if self._copying:
+            self._copying.dropped(self._keys[row], self._segments[row])
         if self._several:
             self._replication.dropped(row, evicted=False)
 

@@ -225,6 +225,39 @@ class TestCopies:
         assert pool.there(keys) == 1
         assert pool.on("a") == 0
 
+    def test_a_source_that_was_put_anew_is_not_the_one_that_was_corrupt(self):
+        pool = PlannedPool(quiet())
+        pool.join("a", 64)
+        pool.join("b", 64)
+        (key,) = fresh(1)
+        pool.put([key], client="b")
+        pool.step(m.Drain("a"))
+        (copy,) = pool.ask_work("a")
+        # A reader finds out first, and puts it again while the node's word is on its way.
+        bad = m.ReportBad("reader", [key], ["a"], [copy.source_offset], [True], [0])
+        assert pool.step(bad) == m.Done(1)
+        pool.step(m.Drain("a", cancel=True))
+        pool.put([key], client="b")
+        assert pool.places(key) == [("a", "dram")]
+        pool.ask_work("a", corrupt=[copy.copy_id])
+        assert pool.places(key) == [("a", "dram")]
+
+    def test_a_block_that_is_put_anew_has_as_many_copies_as_are_asked_for_now(self):
+        pool = PlannedPool(quiet())
+        pool.join("a", 64)
+        pool.join("b", 64)
+        (key,) = fresh(1)
+        pool.put([key], replicas=2)
+        for where, _ in pool.places(key):  # a reader finds both of them bad, one after the other
+            bad = m.ReportBad("reader", [key], [where], [0], [True], [0])
+            assert pool.step(bad, later=1.0) == m.Done(1)
+            pool.step(m.Observe(), later=1.0)  # the one that is left is to be copied
+        pool.put([key], prefer=[where])  # to where it was to be copied from
+        assert pool.places(key) == [(where, "dram")]
+        pool.settle()
+        assert pool.places(key) == [(where, "dram")]
+        assert pool.step(m.Observe()).replicated_blocks == 0
+
     @pytest.mark.parametrize("lost", ["a", "b"])
     def test_a_copy_whose_node_is_lost_ends(self, lost):
         pool = PlannedPool(quiet())
