@@ -13,8 +13,8 @@ from tests.support.local_store import LocalStore
 from tests.support.loopback_engine import Hub, LoopbackEngine
 
 CONFIG = ElasticConfig(
-    bootstrap_timeout_s=10.0,
-    install_timeout_s=5.0,
+    bootstrap_timeout_s=60.0,
+    install_timeout_s=30.0,
     watch_interval_s=0.2,
     stall_threshold_s=30.0,  # threads of one test process are no processes that stall
 )
@@ -131,7 +131,7 @@ class Cluster:
         return self.workers[-1]
 
     def settle(
-        self, workers: list[Worker], ranks: tuple[int, ...], timeout_s: float = 15.0
+        self, workers: list[Worker], ranks: tuple[int, ...], timeout_s: float = 90.0
     ) -> View:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

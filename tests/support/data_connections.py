@@ -25,7 +25,7 @@ from transfer.wire import (
 
 KINDS = ["compiled", "python"] if native.COMPILED else ["python"]
 TOKEN = b"0123456789abcdef"
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 def make_server(kind: str) -> Any:

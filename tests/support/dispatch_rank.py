@@ -26,7 +26,7 @@ class DispatchRank:
         *,
         layout: DispatchLayout = LAYOUT,
         backend: TransferBackend = TransferBackend.AUTO,
-        pass_timeout_s: float = 20.0,
+        pass_timeout_s: float = 60.0,
         **config: object,
     ) -> None:
         self.board, self.layout = board, layout
@@ -51,7 +51,7 @@ class DispatchRank:
         addresses = self.board.exchange("address", self.engine.address)
         for rank, address in addresses.items():
             if rank != self.board.rank:
-                self.engine.connect(address, timeout_s=20)
+                self.engine.connect(address, timeout_s=60)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -17,6 +17,7 @@ BACKENDS = (TransferBackend.SHARED_MEMORY, TransferBackend.TCP)
 # As a backend, tcp with encrypted connections.
 TLS = "tls"
 BOTH = Access.READ | Access.WRITE
+PATIENT_S = 30.0
 
 
 def new_name() -> str:
@@ -25,6 +26,8 @@ def new_name() -> str:
 
 def new_engine(backend: str = "auto", *, name: str | None = None, **options: Any) -> TransferEngine:
     secret = options.pop("secret", SECRET)
+    # A machine that stands still for some seconds costs no test its connections.
+    options = {"handshake_timeout_s": PATIENT_S, "resume_timeout_s": PATIENT_S, **options}
     if backend == TLS:
         backend, options = "tcp", {"tls": member_tls(), **options}
     config = TransferConfig(backend=TransferBackend(backend), **options)

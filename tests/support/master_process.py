@@ -118,11 +118,12 @@ class MasterCluster:
     ) -> None:
         defaults = {
             "segment_bytes": 1 << 25,
-            "request_timeout_s": 10.0,
+            "request_timeout_s": 40.0,
             "heartbeat_s": 0.5,
             "node_silence_s": 60.0,
-            "open_put_s": 5.0,
+            "open_put_s": 20.0,
             "lease_s": 60.0,
+            "scrub": {"enabled": False},  # as in `store_pool.Pool`
         }
         self.config = KVStoreConfig(**{**defaults, **knobs})
         self.secret = secrets.token_bytes(16)
@@ -186,14 +187,17 @@ class MasterCluster:
 # -- run in a worker ---------------------------------------------------------------------------
 
 
-def read_held(commands, keys, seconds):
-    """Read a leased run again and again; return (when each read ended, monotonic; all equal)."""
+# Again and again until the test has seen enough, however long that takes: see `Worker.enough`.
+
+
+def read_held(commands, keys):
+    """Read a leased run all the time; return (when each read ended, monotonic; all equal)."""
     hit = commands.client.lookup_prefix(keys)
     assert hit.num_blocks == len(keys)
     offsets = np.arange(len(keys)) * commands.slot_bytes
     expected = [content(key, commands.slot_bytes) for key in keys]
-    reads, equal, ends_s = [], True, time.monotonic() + seconds
-    while time.monotonic() < ends_s:
+    reads, equal = [], True
+    while not commands.told_enough():
         good = commands.client.get_into(hit, commands.region, offsets)
         equal &= good == len(keys)
         for i, block in enumerate(expected):
@@ -203,11 +207,11 @@ def read_held(commands, keys, seconds):
     return reads, bool(equal)
 
 
-def write_on(commands, seconds, batch):
+def write_on(commands, batch):
     """Put new keys all the time; return (stored keys, other outcomes, longest put in seconds)."""
     stored, other, longest_s = [], [], 0.0
-    ends_s = time.monotonic() + seconds
-    while (began_s := time.monotonic()) < ends_s:
+    while not commands.told_enough():
+        began_s = time.monotonic()
         keys = [secrets.token_bytes(16) for _ in range(batch)]
         outcomes = commands.put(keys)
         # "exists": written for the dead master, and told to the next by the node.
@@ -230,15 +234,15 @@ def find(commands, keys):
     return found
 
 
-def look_up_on(commands, keys, seconds):
-    """Look all of these up again and again.
+def look_up_on(commands, keys):
+    """Look all of these up all the time.
 
     Returns:
         Number of lookups, and of those that found less: when each began and ended (monotonic).
     """
     looks, short = 0, []
-    ends_s = time.monotonic() + seconds
-    while (began_s := time.monotonic()) < ends_s:
+    while not commands.told_enough():
+        began_s = time.monotonic()
         try:
             hit = commands.client.lookup_prefix(keys)
         except MasterUnavailable:

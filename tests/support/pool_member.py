@@ -42,7 +42,9 @@ def start_pool(
 ) -> tuple[MasterServer, list[PoolMember]]:
     """Start a pool; `stack` ends it."""
     secret = secrets.token_bytes(16)
-    config = KVStoreConfig(segment_bytes=1 << 18, **{"request_timeout_s": WAIT_S, **knobs})
+    # Nobody looks at blocks but those whom a test asks; see `store_pool.Pool`.
+    defaults = {"request_timeout_s": WAIT_S, "scrub": {"enabled": False}}
+    config = KVStoreConfig(segment_bytes=1 << 18, **{**defaults, **knobs})
     master = stack.enter_context(MasterServer(config, secret=secret))
     found = [PoolMember(stack, master.address, secret, config, nbytes) for _ in range(members)]
     assert all(member.node.wait_registered(WAIT_S) for member in found)

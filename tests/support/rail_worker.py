@@ -31,6 +31,7 @@ from transfer import (
 
 NBYTES = 8 << 20
 OUTSTANDING = 3
+PATIENCE_S = 60.0
 
 
 def say(**fields: Any) -> None:
@@ -78,6 +79,20 @@ class Chat:
         if self._thread is not None:
             self._thread.join()
 
+    def await_heard(self, number: int) -> None:
+        """Until so many have come, or for long enough to be sure that they do not."""
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self.heard) < number and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def await_resumes(self, number: int) -> None:
+        """Until the control connection has gone on over another socket so often."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self._engine.statistics().control_resumes < number:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{number} resumes")
+            time.sleep(0.01)
+
     def report(self) -> dict[str, Any]:
         return {
             "said": self.num_said,
@@ -98,10 +113,15 @@ def own(engine: TransferEngine, chat: Chat) -> None:
     if final.get("chat"):
         chat.start(asker["name"])
         final = hear()
+        while "until_resumes" in final:
+            chat.await_resumes(final["until_resumes"])
+            say(resumed=True)
+            final = hear()
         chat.is_lost.wait(final.get("until_lost_s", 0.0))
         chat.stop()
-        say(stopped=True)
+        say(stopped=True, said=chat.num_said)
         final = hear()
+        chat.await_heard(final.get("until_heard", 0))
     torch.manual_seed(final["seed"])
     expected = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8)
     say(
@@ -165,6 +185,7 @@ def ask(engine: TransferEngine, chat: Chat, options: dict[str, Any]) -> None:
     say(posted=posted, errors=errors, longest_gap_s=max(gaps), rails=rails, ended=len(ended))
     if chats:
         final = hear()  # until the other one has stopped to talk, and all has come
+        chat.await_heard(final.get("until_heard", 0))
         chat.is_lost.wait(final.get("until_lost_s", 0.0))
         say(chat=chat.report())
 

@@ -49,7 +49,7 @@ class Board:
     def has(self, name: str) -> bool:
         return (self.directory / name).exists()
 
-    def read(self, name: str, *, timeout_s: float = 30.0) -> Any:
+    def read(self, name: str, *, timeout_s: float = 60.0) -> Any:
         deadline = time.monotonic() + timeout_s
         path = self.directory / name
         while not path.exists():
@@ -69,7 +69,7 @@ def run_ranks(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     exits: Mapping[int, int] | None = None,
 ) -> list[Any]:
     """Run `fn(board, *args)` in `world_size` processes; return their results by rank.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from configs.schema import RuntimeConfig
 
 START_S_MAX = 120.0
-GONE_S_MAX = 15.0
+GONE_S_MAX = 60.0
 ROOT = Path(__file__).resolve().parents[2]
 
 

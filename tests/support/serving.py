@@ -86,7 +86,7 @@ class ClusterForTests:
         answer: dict[str, Any] = response.json()
         return answer
 
-    async def complete(self, prompt: Sequence[int], **body: Any) -> dict[str, Any]:
+    async def complete(self, prompt: Sequence[Any], **body: Any) -> dict[str, Any]:
         options = {"ignore_eos": True, "return_token_ids": True}
         return await self.post("/v1/completions", prompt=list(prompt), **(options | body))
 

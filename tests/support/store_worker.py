@@ -18,7 +18,7 @@ from kvstore.wire import messages as m
 from transfer import TransferEngine, TransferError, allocate
 
 START_S = 60.0
-REPLY_S = 40.0
+REPLY_S = 100.0
 SLOTS = 64
 
 
@@ -137,6 +137,14 @@ class Commands:
     def statistics(self):
         return self.client.statistics()
 
+    def told_enough(self):
+        """Whether the parent wants no more of what goes on without end."""
+        if not self.pipe.poll(0):
+            return False
+        if self.pipe.recv() != "enough":
+            raise SystemExit  # the test has failed, and closes its workers
+        return True
+
     def run(self, function, *args):
         """Call a function of a test's own with this process's commands."""
         return function(self, *args)
@@ -188,6 +196,11 @@ class Worker:
             raise result
         return result
 
+    def enough(self) -> Any:
+        """End what goes on without end; return what came of it."""
+        self.pipe.send("enough")
+        return self.result()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join(REPLY_S)
@@ -217,7 +230,12 @@ class StorePool:
         backend: TransferBackend = TransferBackend.AUTO,
         **knobs: Any,
     ) -> None:
-        defaults = {"request_timeout_s": 10.0, "heartbeat_s": 0.2, "node_silence_s": 60.0}
+        defaults = {
+            "request_timeout_s": 40.0,
+            "heartbeat_s": 0.2,
+            "node_silence_s": 60.0,
+            "scrub": {"enabled": False},  # as in `store_pool.Pool`
+        }
         self.config = KVStoreConfig(segment_bytes=segment_bytes, **{**defaults, **knobs})
         self.secret = secrets.token_bytes(32)
         self.master = MasterServer(self.config, secret=self.secret)

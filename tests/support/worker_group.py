@@ -28,8 +28,8 @@ def worker_environment(
     folder: Path, store: TCPStoreMembership, world_size: int, round_timeout_s: float
 ) -> dict[str, str]:
     config = ElasticConfig(
-        bootstrap_timeout_s=40.0,
-        install_timeout_s=10.0,
+        bootstrap_timeout_s=120.0,
+        install_timeout_s=60.0,
         watch_interval_s=0.3,
         stall_threshold_s=0.8,
         restart_backoff_s=0.05,
@@ -60,7 +60,7 @@ def _work(settings: dict[str, str], errors: str) -> None:
 class Group:
     """Worker processes of one test."""
 
-    def __init__(self, folder: Path, world_size: int, *, round_timeout_s: float = 2.0) -> None:
+    def __init__(self, folder: Path, world_size: int, *, round_timeout_s: float = 60.0) -> None:
         self.folder = folder
         self.store = TCPStoreMembership("127.0.0.1", 0, is_master=True)
         self.environment = worker_environment(folder, self.store, world_size, round_timeout_s)

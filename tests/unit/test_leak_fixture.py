@@ -12,13 +12,13 @@ import subprocess, sys, threading, time
 from multiprocessing import shared_memory
 import pytest
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(20)"]
+SLEEP = [sys.executable, "-c", "import time; time.sleep(120)"]
 
 def test_process(keep):
     keep.append(subprocess.Popen(SLEEP))
 
 def test_thread():
-    threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
 
 def test_shared_memory(keep):
     keep.append(shared_memory.SharedMemory(create=True, size=4096))
@@ -48,7 +48,7 @@ def keep():
 
 
 def test_leaks_are_found(tmp_path: Path) -> None:
-    text = CONFTEST.read_text(encoding="utf-8").replace("SETTLE_S = 5.0", "SETTLE_S = 0.3")
+    text = CONFTEST.read_text(encoding="utf-8").replace("SETTLE_S = 30.0", "SETTLE_S = 0.3")
     assert "SETTLE_S = 0.3" in text
     (tmp_path / "conftest.py").write_text(text, encoding="utf-8")
     (tmp_path / "test_leaks.py").write_text(LEAKS, encoding="utf-8")
