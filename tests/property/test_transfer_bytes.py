@@ -218,12 +218,12 @@ def test_scattered_writes_and_reads_match_the_model(backend: str) -> None:
             columns = (pieces.source_offsets, pieces.target_offsets, pieces.lengths)
             mine.array[:], region.array[:] = random_bytes(seed), random_bytes(seed + 1)
             expected = model(region.array, mine.array, pieces)
-            a.write(b.name, mine, key, *columns, immediate=count).wait(20.0)
-            b.expect({(a.name, count): 1}, timeout_s=20.0)
+            a.write(b.name, mine, key, *columns, immediate=count).wait(60.0)
+            b.expect({(a.name, count): 1}, timeout_s=60.0)
             assert np.array_equal(region.array, expected)
             expected = model(mine.array, region.array, pieces)
             a.read(b.name, mine, key, pieces.target_offsets, pieces.source_offsets,
-                   pieces.lengths).wait(20.0)  # fmt: skip
+                   pieces.lengths).wait(60.0)  # fmt: skip
             assert np.array_equal(mine.array, expected)
 
         check()

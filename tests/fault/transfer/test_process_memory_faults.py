@@ -15,7 +15,7 @@ from tests.support.engines import new_engine
 from tests.support.ranks import Board, run_ranks
 from transfer import Access, PeerLost, Region, RegionKey, TransferEngine
 
-SOON_S = 30.0
+SOON_S = 60.0
 BOTH = Access.READ | Access.WRITE
 
 

@@ -65,7 +65,7 @@ def be_first(board: Board, engine: TransferEngine) -> None:
     for _ in range(3):
         engine.write("survivor", source, key, 0, 0, NBYTES, immediate=7).wait(SOON_S)
     board.post("written", os.getpid())
-    time.sleep(SOON_S)
+    time.sleep(10 * SOON_S)
 
 
 def be_second(board: Board, backend: str, name: str) -> dict[str, Any]:
@@ -183,13 +183,13 @@ def test_a_name_that_is_used_twice_finds_nothing_of_its_first_life(backend: str)
 
 @both_backends
 def test_a_name_that_stands_is_not_given_to_another(backend: str) -> None:
-    with engine_pair(backend, handshake_timeout_s=1.0) as (a, b):
+    with engine_pair(backend, handshake_timeout_s=4.0) as (a, b):
         key = offer(a, a.register(allocate(64)), b)
-        with new_engine(backend, name=b.name, handshake_timeout_s=1.0) as impostor:
+        with new_engine(backend, name=b.name, handshake_timeout_s=4.0) as impostor:
             with pytest.raises((HandshakeRefused, TimeoutError)):
-                impostor.connect(a.address, timeout_s=1.0)
+                impostor.connect(a.address, timeout_s=4.0)
             with pytest.raises(HandshakeRefused):
-                impostor.connect(b.address, timeout_s=1.0)
+                impostor.connect(b.address, timeout_s=4.0)
             assert impostor.peers() == ()
         source = b.register(torch.ones(64, dtype=torch.uint8))
         b.write(a.name, source, key, 0, 0, 64, immediate=1).wait(SOON_S)

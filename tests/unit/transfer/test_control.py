@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,14 +19,15 @@ from transfer import ControlError, RemoteError, RpcTimeout
 from transfer.control import RpcClient, RpcServer, secure_client, secure_server
 from transfer.curve import _key_pair
 
-SOON_S = 20.0
+SOON_S = 60.0
+LET_GO = threading.Event()  # who is to "sleep" does until then
 
 
 def answer(identity: str, request: bytes) -> bytes:
     if request == b"fail":
         raise KeyError("no such block")
     if request == b"sleep":
-        time.sleep(0.3)
+        assert LET_GO.wait(SOON_S)
     return identity.encode() + b":" + request
 
 
@@ -63,8 +63,10 @@ def test_a_handler_s_error_is_the_caller_s(client: RpcClient) -> None:
 
 def test_a_late_reply_is_not_taken_for_the_next(client: RpcClient) -> None:
     assert client.request(b"warm", timeout_s=SOON_S) == b"worker-1:warm"
+    LET_GO.clear()
     with pytest.raises(RpcTimeout) as caught:
         client.request(b"sleep", timeout_s=0.05)
+    LET_GO.set()
     assert caught.value.retryable
     assert client.request(b"next", timeout_s=SOON_S) == b"worker-1:next"
 

@@ -23,6 +23,7 @@ from transfer.peer import PeerLink
 from transfer.wire import ControlKind, encode_control
 
 Pair = tuple[TransferEngine, TransferEngine]
+RESUME_S = 60.0
 
 
 class Heard:
@@ -37,7 +38,7 @@ class Heard:
 
 @pytest.fixture
 def engines() -> Iterator[tuple[Pair, tuple[Heard, Heard]]]:
-    pair = (new_engine("tcp"), new_engine("tcp"))
+    pair = tuple(new_engine("tcp", resume_timeout_s=RESUME_S) for _ in range(2))
     heard = (Heard(pair[0]), Heard(pair[1]))
     with pair[0], pair[1]:
         pair[0].connect(pair[1].address)
@@ -89,7 +90,7 @@ def test_cut_again_and_again_each_notify_comes_once_and_in_order(engines: Any) -
     eventually(lambda: resumes(pair) >= 4, "cut and resumed more than once", 30.0)
     done.set()
     cutter.join()
-    eventually(lambda: all(len(heard[i].notifies) >= 600 for i in (0, 1)), "all arrive", 30.0)
+    eventually(lambda: all(len(heard[i].notifies) >= 600 for i in (0, 1)), "all arrive")
     for which in (0, 1):
         assert heard[1 - which].notifies == expected[which]
         assert heard[which].lost == []
@@ -115,7 +116,7 @@ def test_a_peer_that_dies_while_it_is_missed_is_lost_at_once(engines: Any) -> No
     started = time.monotonic()
     assert cut(a, b)
     eventually(lambda: bool(heard[0].lost), "refused")
-    assert time.monotonic() - started < 2.0, "without waiting for the deadline"
+    assert time.monotonic() - started < RESUME_S / 2, "without waiting for the deadline"
     assert "ECONNREFUSED" in heard[0].lost[0]
 
 
@@ -154,7 +155,7 @@ def test_a_call_without_a_right_word_changes_nothing(engines: Any, what: str) ->
         outcome.sock.send(b"".join(encode_control(ControlKind.RESUMED, b"123")))
     if what != "nothing":
         outcome.sock.setblocking(True)
-        outcome.sock.settimeout(10.0)
+        outcome.sock.settimeout(60.0)
         assert outcome.sock.recv(1) == b"", "closed"
     a.notify(b.name, b"all is well")
     eventually(lambda: heard[1].notifies == [b"all is well"], "the link goes on")
@@ -207,7 +208,7 @@ def test_who_was_called_calls_too_and_is_called_back(engines: Any) -> None:
 def test_a_notify_waits_for_room_and_no_longer_than_its_deadline() -> None:
     a, b = new_engine("tcp", operation_timeout_s=0.5, notify_bytes_max=4096), new_engine("tcp")
     release = threading.Event()
-    b.on_notify(lambda *_: release.wait(20.0) and None)
+    b.on_notify(lambda *_: release.wait(60.0) and None)
     with a, b:
         a.connect(b.address)
 

@@ -21,7 +21,7 @@ from transfer.pieces import make_pieces
 from transfer.storage.storage import Waiter
 
 NBYTES = PINNED_BYTES + 12_345
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 @pytest.fixture

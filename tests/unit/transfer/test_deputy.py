@@ -23,7 +23,8 @@ from transfer import Priority, TransferEngine, allocate
 from transfer.memory.region import Region
 from transfer.pieces import copy_between
 from transfer.priority import shares_of
-from transfer.rails.deputy import GONE_S, Deputy, Replaceable, Replacement
+from transfer.rails import deputy
+from transfer.rails.deputy import Deputy, Replaceable, Replacement
 from transfer.rails.rail import RailLink, RailName
 from transfer.rails.slices import Slice
 from transfer.wire import RequestKind, Status
@@ -176,7 +177,7 @@ def test_what_cards_have_begun_tcp_ends_and_back(rng: random.Random) -> None:
         assert begun > 0
         assert cards.num_done == begun, "the rest went over tcp"
         assert cards.deputy.requests is not None
-        owner.expect({(user.name, 5): 12, (user.name, 6): 12}, timeout_s=20.0)
+        owner.expect({(user.name, 5): 12, (user.name, 6): 12}, timeout_s=60.0)
         assert not owner.arrived({(user.name, 5): 1})
         assert not owner.arrived({(user.name, 6): 1})
         assert torch.equal(window.tensor, source)
@@ -184,7 +185,7 @@ def test_what_cards_have_begun_tcp_ends_and_back(rng: random.Random) -> None:
         assert torch.equal(back.tensor, source)
 
         cards.present = True
-        eventually(lambda: cards.requests.deputy is None, "the cards are back", 20.0)
+        eventually(lambda: cards.requests.deputy is None, "the cards are back")
         worker = threading.Thread(target=work)
         worker.start()
         try:
@@ -195,11 +196,12 @@ def test_what_cards_have_begun_tcp_ends_and_back(rng: random.Random) -> None:
             stop.set()
             worker.join()
         assert cards.num_done > begun
-        owner.expect({(user.name, 7): 12}, timeout_s=20.0)
+        owner.expect({(user.name, 7): 12}, timeout_s=60.0)
         assert torch.equal(window.tensor, source)
 
 
-def test_a_short_absence_moves_nothing(rng: random.Random) -> None:
+def test_a_short_absence_moves_nothing(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deputy, "GONE_S", 60.0)  # short, however busy the machine is
     with engine_pair("tcp") as (user, owner):
         window = allocate(4096)
         region = owner.register(window)
@@ -209,15 +211,15 @@ def test_a_short_absence_moves_nothing(rng: random.Random) -> None:
         transfer = user.write(owner.name, source, key, 0, 0, 4096, immediate=1)
         eventually(lambda: any(r.posted for r in [*cards.rails.values()]), "slices are posted")
         cards.remove()
-        time.sleep(GONE_S / 4)
+        time.sleep(0.1)
         cards.present = True
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while not transfer.done() and time.monotonic() < deadline:
             cards.do(1, rng)
             time.sleep(0.005)
         transfer.wait()
         assert cards.deputy.requests is None
-        owner.expect({(user.name, 1): 1}, timeout_s=5.0)
+        owner.expect({(user.name, 1): 1}, timeout_s=60.0)
 
 
 def test_what_has_no_address_waits_for_the_cards() -> None:
@@ -226,7 +228,7 @@ def test_what_has_no_address_waits_for_the_cards() -> None:
         cards = Cards(user, owner, region)
         key = offer(owner, region, user)
         source = user.register(torch.ones(4096, dtype=torch.uint8))
-        transfer = user.write(owner.name, source, key, 0, 0, 4096, timeout_s=2.0)
+        transfer = user.write(owner.name, source, key, 0, 0, 4096, timeout_s=8.0)
         eventually(lambda: any(r.posted for r in [*cards.rails.values()]), "slices are posted")
         (operation,) = cards.requests._core.operations.values()
         operation.movable = False  # type: ignore[union-attr]

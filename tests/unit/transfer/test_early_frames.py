@@ -16,7 +16,7 @@ from transfer import TransferEngine, TransferError
 from transfer.connections.early_frames import EARLY_BYTES_MAX, FRAME_BYTES, EarlyFrames
 from transfer.wire import ControlKind
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 def came(link: Any) -> int:

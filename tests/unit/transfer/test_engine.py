@@ -38,7 +38,7 @@ from transfer import (
 )
 from transfer.pieces import make_pieces
 
-SOON_S = 20.0
+SOON_S = 60.0
 both_backends = pytest.mark.parametrize("backend", [*BACKENDS, TLS])
 
 
@@ -351,7 +351,7 @@ def test_who_is_not_there_is_unreachable() -> None:
 def test_without_a_backend_in_common_nobody_connects() -> None:
     with new_engine("tcp") as a, new_engine("shared_memory") as b:
         with pytest.raises(HandshakeRefused):
-            a.connect(b.address, timeout_s=2.0)
+            a.connect(b.address, timeout_s=SOON_S)
         assert a.peers() == b.peers() == ()
 
 
@@ -400,8 +400,8 @@ def test_engines_leave_nothing_behind(backend: str) -> None:
             shared.close()
             del mine, theirs, region
     assert gc.collect() >= 0
-    assert open_descriptors() <= before[0]
-    assert set(threading.enumerate()) == before[1]
+    eventually(lambda: open_descriptors() <= before[0], "descriptors are closed")
+    eventually(lambda: set(threading.enumerate()) <= before[1], "threads have ended")
 
 
 def test_many_pieces_go_in_one_call() -> None:
@@ -461,7 +461,7 @@ def test_a_name_that_is_used_twice_is_suspected() -> None:
             new_engine(name=a.name) as other,
             pytest.raises(PeerUnreachable, match="does another engine have our name"),
         ):
-            other.connect(b.address, timeout_s=0.5)
+            other.connect(b.address, timeout_s=3.0)
         assert "lambda" not in repr(b.peer(a.name))
 
 

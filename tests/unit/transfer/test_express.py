@@ -275,7 +275,7 @@ def test_when_the_link_breaks_all_go_out_over_the_next(scene: Scene) -> None:
     scene.requests.failed(scene.link, [messages[1].unfold()], "reset")
     scene.requests.broken(scene.link, "reset")
     assert scene.post() is None  # the rail is cooling
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + SOON_S
     while len(scene.links) == 1 and time.monotonic() < deadline:
         time.sleep(0.01)
         scene.requests.expire(time.monotonic())

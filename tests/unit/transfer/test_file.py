@@ -15,6 +15,7 @@ import torch
 from configs.schema import DirectIO, FileConfig, SyncPolicy
 from tests.support.disk_calls import in_python, replace
 from tests.support.engines import open_descriptors
+from tests.support.waits import eventually
 from transfer import StorageBusy, StorageFailed, TransferTimeout
 from transfer.backends.block_locks import BlockLocks
 from transfer.backends.direct_io import direct_alignment, read_fully, write_fully
@@ -24,7 +25,7 @@ from transfer.storage.batch_queue import BatchQueue
 
 SLAB_BYTES = 1 << 20
 SMALL = FileConfig(threads=2, io_bytes=1 << 16)
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_an_operation_ends_at_its_deadline_while_the_disk_hangs(
     memory = torch.zeros(4096, dtype=torch.uint8)
     try:
         with pytest.raises(TransferTimeout, match="read"):
-            slab.read(memory, 0, 0, 4096, timeout_s=0.05)
+            slab.read(memory, 0, 0, 4096, timeout_s=3.0)
         assert entered.is_set()
     finally:
         hang.set()
@@ -260,8 +261,15 @@ def test_overdue_batches_are_not_begun_and_closing_fails_the_rest() -> None:
     queue.submit(overdue, "read", time.monotonic(), note("overdue"))
     time.sleep(0.02)
     queue.submit(rest, "read", late, note("rest"))
-    threading.Timer(0.1, first.go.set).start()
+
+    def let_go() -> None:
+        eventually(lambda: queue._closed, "it is being closed")
+        first.go.set()
+
+    letting = threading.Thread(target=let_go)
+    letting.start()
     assert queue.close()
+    letting.join()
     assert isinstance(ended["overdue"], StorageFailed | TransferTimeout)
     assert isinstance(ended["rest"], StorageFailed)
     assert not overdue.moved

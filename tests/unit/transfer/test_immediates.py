@@ -20,7 +20,7 @@ from transfer.errors import (
 from transfer.immediates import PENDING_MAX, ImmediateBoard, ImmediateCounters
 from transfer.signals import SignalChannel, SignalPoll
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 class Peers:

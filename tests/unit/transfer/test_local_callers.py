@@ -17,7 +17,7 @@ from transfer import native
 from transfer.local_exchange import Exchange
 from transfer.local_rpc import LENGTH, RECEIVE_BYTES, Line, frame, socket_name
 
-SOON_S = 20.0
+SOON_S = 60.0
 ADDRESS = "127.0.0.1:1"
 BYTES_MAX = 2 * RECEIVE_BYTES
 WAYS = ["python", "compiled"] if native.compiled is not None else ["python"]
@@ -38,7 +38,7 @@ def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     deadline_s = time.monotonic() + SOON_S
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert len(os.listdir("/proc/self/fd")) == before, "who hung up is forgotten"
+    assert len(os.listdir("/proc/self/fd")) <= before, "who hung up is forgotten"
     server.close()
 
 

@@ -18,7 +18,7 @@ from transfer.errors import RemoteError
 from transfer.fan_out import RpcFanOut
 from transfer.local_rpc import socket_name
 
-SOON_S = 30.0
+SOON_S = 60.0
 SECRET = secrets.token_bytes(16)
 WAYS = ["python", "compiled"] if native.compiled is not None else ["python"]
 
@@ -133,7 +133,7 @@ def test_one_that_is_stopped_costs_the_others_nothing(ways):
         first, second = ways.request(calls, timeout_s=SOON_S)
         assert (first, second.partition(b"|")[2]) == (b"rpc-server|1", b"2")
         calls = [(slow.address, b"1"), (fine.address, b"2"), (deaf.address, b"3")]
-        silent, *replies = ways.request(calls, timeout_s=2.0)
+        silent, *replies = ways.request(calls, timeout_s=6.0)
         assert entered.is_set()
         assert isinstance(silent, RpcTimeout)
         assert [reply.partition(b"|")[2] for reply in replies] == [b"2", b"3"]

@@ -19,12 +19,15 @@ from transfer import ControlError, RpcTimeout
 from transfer.control import RpcClient, RpcServer
 from transfer.local_rpc import Line, is_ours, socket_name
 
-SOON_S = 20.0
+SOON_S = 60.0
+# Who is to "sleep" says so, and does until it is let go.
+BEGUN, LET_GO = threading.Event(), threading.Event()
 
 
 def answer(identity: str, request: bytes) -> bytes:
     if request == b"sleep":
-        time.sleep(0.3)
+        BEGUN.set()
+        assert LET_GO.wait(SOON_S)
     return threading.current_thread().name.encode() + b"|" + request
 
 
@@ -88,7 +91,15 @@ def test_a_server_that_is_taken_away_is_looked_for_again(server: RpcServer) -> N
 def test_a_server_that_ends_answers_what_it_has_begun(server: RpcServer) -> None:
     client = RpcClient(server.address, SECRET, identity="a")
     client.request(b"warm", timeout_s=SOON_S)
-    ender = threading.Timer(0.1, server.close)
+    BEGUN.clear()
+    LET_GO.clear()
+
+    def end() -> None:
+        assert BEGUN.wait(SOON_S)
+        threading.Timer(0.2, LET_GO.set).start()
+        server.close()
+
+    ender = threading.Thread(target=end)
     ender.start()
     assert client.request(b"sleep", timeout_s=SOON_S) == b"rpc-local|sleep"
     ender.join()
@@ -100,8 +111,10 @@ def test_a_server_that_ends_answers_what_it_has_begun(server: RpcServer) -> None
 def test_a_late_reply_is_not_taken_for_the_next(server: RpcServer) -> None:
     client = RpcClient(server.address, SECRET, identity="a")
     client.request(b"warm", timeout_s=SOON_S)
+    LET_GO.clear()
     with pytest.raises(RpcTimeout):
         client.request(b"sleep", timeout_s=0.05)
+    LET_GO.set()
     assert client.request(b"next", timeout_s=SOON_S) == b"rpc-local|next"
     client.close()
 

@@ -14,7 +14,7 @@ from transfer import ControlError, RpcTimeout
 from transfer.local_rpc import Line
 from transfer.loop_line import LoopLine, NotAsked
 
-SOON_S = 30.0
+SOON_S = 60.0
 BYTES_MAX = 1 << 20
 
 

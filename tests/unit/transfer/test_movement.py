@@ -20,7 +20,7 @@ from transfer import (
     allocate,
 )
 
-SOON_S = 20.0
+SOON_S = 60.0
 both_backends = pytest.mark.parametrize("backend", [*BACKENDS, TLS])
 
 

@@ -27,7 +27,7 @@ from transfer import (
     allocate,
 )
 
-SOON_S = 20.0
+SOON_S = 60.0
 WRONG = (TypeError, ValueError)
 HUGE = 2**63
 

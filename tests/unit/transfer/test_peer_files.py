@@ -24,7 +24,7 @@ from transfer.storage.bounce import BUFFER_BYTES
 from transfer.storage.messages import ASK_BYTES_MAX
 
 NBYTES = 20 << 20
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 @pytest.fixture

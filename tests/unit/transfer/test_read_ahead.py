@@ -26,7 +26,7 @@ from transfer.storage.staging import THREADS
 
 STEPS = 12
 NBYTES = STEPS * BUFFER_BYTES
-SOON_S = 30.0
+SOON_S = 60.0
 BACKENDS = ("shared_memory", "tcp")
 
 

@@ -22,7 +22,7 @@ from transfer.memory import address_space
 from transfer.memory.address_space import is_writable
 from transfer.wire import REPLY, RequestKind, Status, encode_pieces, parse_reply
 
-SOON_S = 20.0
+SOON_S = 60.0
 PAGE = mmap.PAGESIZE
 NBYTES = 4 * PAGE
 MAP_FIXED_NOREPLACE = 0x100000

@@ -36,7 +36,7 @@ from transfer.backends.file import FileSlab
 
 NBYTES = (9 << 20) + 777
 SMALL = FileConfig(threads=2, io_bytes=1 << 17)
-SOON_S = 20.0
+SOON_S = 60.0
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 

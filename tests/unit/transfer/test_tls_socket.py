@@ -17,7 +17,7 @@ from transfer.connections.tls import Credentials
 from transfer.connections.tls_socket import TLS_ONLY, TlsSocket
 from transfer.errors import HandshakeRefused
 
-SOON_S = 20.0
+SOON_S = 60.0
 Pair = tuple[TlsSocket, TlsSocket]
 
 
