@@ -19,7 +19,7 @@ from tests.support.etcd_server import running_etcd
 from tests.support.master_process import WAIT_S, MasterCluster, find, read_held
 from tests.support.waits import eventually
 
-LEASE_S = 4
+LEASE_S = 8  # a machine that stands still for some seconds deposes nobody
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_standby_takes_over_from_a_killed_leader(cluster):
     writer, reader, other = cluster.workers
     keys = fresh_keys(8)
     assert writer.ask("put", keys) == ["stored"] * 8
-    reader.begin("run", read_held, keys, 6.0)
+    reader.begin("run", read_held, keys)
     eventually(lambda: cluster.figures().leases, "it has its lease")
     leader.kill()
     dead_s = time.monotonic()
@@ -85,7 +85,7 @@ def test_a_standby_takes_over_from_a_killed_leader(cluster):
     more = fresh_keys(4)
     assert set(writer.ask("put", more)) <= {"stored", "exists"}
     assert other.ask("run", find, more) == 4
-    reads, equal = reader.result()
+    reads, equal = reader.enough()
     assert equal
     assert sum(dead_s < ended_s < leads_s for ended_s in reads) > 10, "they went on without"
 

@@ -19,7 +19,7 @@ from tests.support.master_process import (
 )
 from tests.support.waits import eventually
 
-DOWN_S = 2.0
+DOWN_S = 4.0
 
 
 def fresh_keys(number: int) -> list[bytes]:
@@ -32,10 +32,10 @@ def test_killed_and_restarted_while_clients_read_and_write(stack, shards):
     reader, writer, looker = cluster.workers
     keys = fresh_keys(8)
     assert writer.ask("put", keys) == ["stored"] * 8
-    reader.begin("run", read_held, keys, 8.0)
+    reader.begin("run", read_held, keys)
     eventually(lambda: cluster.figures().leases, "it has its lease")
-    writer.begin("run", write_on, 8.0, 4)
-    looker.begin("run", look_up_on, keys, 8.0)
+    writer.begin("run", write_on, 4)
+    looker.begin("run", look_up_on, keys)
     time.sleep(1.5)
     dying_s = time.monotonic()
     for master in cluster.masters:
@@ -48,9 +48,10 @@ def test_killed_and_restarted_while_clients_read_and_write(stack, shards):
         starting_s = time.monotonic()
         cluster.restart_master(shard)
     started_s = time.monotonic()
-    reads, equal = reader.result()
-    stored, other, longest_s = writer.result()
-    looks, short = looker.result()
+    time.sleep(3.0)
+    reads, equal = reader.enough()
+    stored, other, longest_s = writer.enough()
+    looks, short = looker.enough()
     # Reads of leased blocks never stopped: many ended in the time without a master.
     assert equal
     assert sum(dead_s < ended_s < dead_s + DOWN_S for ended_s in reads) > 10
@@ -76,28 +77,28 @@ def test_killed_and_restarted_while_clients_read_and_write(stack, shards):
 
 
 def test_a_stalled_master_expires_nobody(stack):
-    cluster = MasterCluster(stack, node_silence_s=3.0, heartbeat_s=0.2)
+    cluster = MasterCluster(stack, node_silence_s=6.0, heartbeat_s=0.2)
     (master,) = cluster.masters
     keys = fresh_keys(6)
     assert cluster.workers[0].ask("put", keys) == ["stored"] * 6
     reader = cluster.workers[1]
-    reader.begin("run", read_held, keys, 6.0)
+    reader.begin("run", read_held, keys)
     eventually(lambda: cluster.figures().leases, "it has its lease")
     master.signal(signal.SIGSTOP)
     deadline = time.monotonic() + WAIT_S
     while not master.stopped():
         assert time.monotonic() < deadline
     stopped_s = time.monotonic()
-    time.sleep(2 * cluster.config.node_silence_s)
+    time.sleep(1.5 * cluster.config.node_silence_s)
     assert master.stopped()
     woken_s = time.monotonic()
     master.signal(signal.SIGCONT)
-    reads, equal = reader.result()
+    reads, equal = reader.enough()
     assert equal
     assert sum(stopped_s < ended_s < woken_s for ended_s in reads) > 10
     figures = cluster.figures()
     assert (figures.blocks, figures.nodes, figures.lost_blocks) == (6, 3, 0)
-    time.sleep(2 * cluster.config.node_silence_s)  # and nodes are heard of again by then
+    time.sleep(1.5 * cluster.config.node_silence_s)  # and nodes are heard of again by then
     figures = cluster.figures()
     assert (figures.blocks, figures.nodes, figures.lost_blocks) == (6, 3, 0)
 

@@ -13,7 +13,7 @@ from configs.schema import TransferBackend
 from kvstore.wire import messages as m
 from tests.support.master_process import WAIT_S, MasterCluster, find, write_on
 
-PUT_S = 60.0  # what a put may take: nobody waits for its end here
+PUT_S = 120.0  # what a put may take: nobody waits for its end here
 
 
 def fresh_keys(number: int) -> list[bytes]:
@@ -130,15 +130,16 @@ def test_puts_go_on_soon_after_a_master_is_back(stack, shards):
     cluster = MasterCluster(stack, shards=shards, open_put_s=PUT_S, request_timeout_s=30.0)
     writers = cluster.workers
     for writer in writers:
-        writer.begin("run", write_on, 9.0, 4)
+        writer.begin("run", write_on, 4)
     time.sleep(1.5)
     cluster.masters[-1].kill()
     killed_s = time.monotonic()
     cluster.restart_master(shards - 1)
     down_s = time.monotonic() - killed_s
+    time.sleep(6.0)
     stored = []
     for writer in writers:
-        theirs, other, longest_s = writer.result()
+        theirs, other, longest_s = writer.enough()
         assert other == []
         assert longest_s < down_s + PUT_S / 4
         stored += theirs

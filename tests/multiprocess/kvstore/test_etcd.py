@@ -30,7 +30,7 @@ def etcd(tmp_path_factory):
 @pytest.fixture
 def config(etcd):
     return EtcdConfig(
-        endpoints=(etcd.endpoint,), prefix=f"/{secrets.token_hex(8)}", lease_s=2, timeout_s=1.0
+        endpoints=(etcd.endpoint,), prefix=f"/{secrets.token_hex(8)}", lease_s=30, timeout_s=10.0
     )
 
 
@@ -67,7 +67,7 @@ def until(true, what: str) -> None:
 
 
 def test_a_key_is_created_once_and_ends_with_its_lease(gateway, config):
-    lease = gateway.grant(2)
+    lease = gateway.grant(60)
     key = f"{config.prefix}/x"
     term = gateway.create(key, b"1", lease=lease)
     assert term is not None

@@ -46,8 +46,8 @@ def config(etcd, client):
     return EtcdConfig(
         endpoints=(etcd.endpoint,),
         prefix=f"/{secrets.token_hex(8)}",
-        lease_s=2,
-        timeout_s=2.0,
+        lease_s=30,
+        timeout_s=10.0,
         ca_file=client.authority,
         cert_file=client.certificate,
         key_file=client.private_key,

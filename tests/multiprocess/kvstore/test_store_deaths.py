@@ -19,7 +19,7 @@ def fresh_keys(number):
 @pytest.mark.parametrize("backend", [TransferBackend.SHARED_MEMORY, TransferBackend.TCP])
 def test_a_node_killed_in_mid_put_costs_its_blocks_and_nothing_else(backend):
     keys = fresh_keys(6)
-    with StorePool(2, backend=backend, node_silence_s=3.0, open_put_s=5.0) as pool:
+    with StorePool(2, backend=backend, open_put_s=30.0) as pool:
         writer, victim = pool.workers
         # Connect first, so that the kill comes in the middle of the put itself.
         assert writer.ask("put", fresh_keys(1)) == ["stored"]
@@ -45,11 +45,11 @@ def test_a_node_killed_in_mid_put_costs_its_blocks_and_nothing_else(backend):
 
 def test_the_leases_of_a_killed_client_end():
     keys = fresh_keys(8)
-    with StorePool(3, segment_bytes=1 << 16, lease_s=1.0) as pool:
+    with StorePool(3, segment_bytes=1 << 16, lease_s=5.0) as pool:
         writer, holder, _ = pool.workers
         assert writer.ask("put", keys) == ["stored"] * 8
         assert holder.ask("hold", keys) == 8
-        time.sleep(2.5)
+        time.sleep(2 * pool.config.lease_s)
         assert pool.statistics().leases == 1, "renewed long after its time"
         for _ in range(10):  # more than the pool can hold
             writer.ask("put", fresh_keys(8))

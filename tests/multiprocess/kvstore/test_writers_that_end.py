@@ -39,11 +39,11 @@ def test_what_a_killed_writer_held_is_free_without_an_administrator(stack, kind,
 
 @pytest.mark.parametrize(("kind", "backend"), list(product(KINDS, BACKENDS)))
 def test_of_a_stopped_writer_nothing_is_freed(stack, kind, backend):
-    pool = Pool(stack, open_put_s=2.0, heartbeat_s=0.1)
+    pool = Pool(stack, open_put_s=4.0, heartbeat_s=0.1)
     writer = Writer(pool, backend, kind)
     held = under_way(pool)
     writer.signal(signal.SIGSTOP)
-    time.sleep(4.5)  # of several questions, and longer than a put may take
+    time.sleep(6.0)  # of several questions, and longer than a put may take
     assert under_way(pool) == held
     writer.signal(signal.SIGCONT)
     writer.pipe.send("go on")

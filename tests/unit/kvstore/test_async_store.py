@@ -114,8 +114,8 @@ def test_a_cancelled_call_has_ended_when_it_says_so(stack):
 
 
 def test_the_loop_runs_on_while_the_master_is_silent(stack):
-    pool = Pool(stack)
-    store = pool.connect(config=pool.config.model_copy(update={"request_timeout_s": 0.5}))
+    pool = Pool(stack, request_timeout_s=3.0)
+    store = pool.connect()
     pool.master.close()
     ticks = []
 
@@ -128,7 +128,7 @@ def test_the_loop_runs_on_while_the_master_is_silent(stack):
         async with AsyncStore(store) as aio:
             ticking = asyncio.ensure_future(tick())
             with pytest.raises(MasterUnavailable):
-                await aio.put("name", b"value", timeout_s=0.5)
+                await aio.put("name", b"value", timeout_s=3.0)
             ticking.cancel()
 
     asyncio.run(use())

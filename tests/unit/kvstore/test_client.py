@@ -74,22 +74,22 @@ def fresh(number):
 
 
 def test_a_master_that_is_not_there_costs_one_deadline(stack, secret):
-    config = KVStoreConfig(segment_bytes=1 << 16, request_timeout_s=0.3)
+    config = KVStoreConfig(segment_bytes=1 << 16, request_timeout_s=2.0)
     member = Member(stack, "127.0.0.1:9", secret, config, lends=False)
     started = time.monotonic()
     with pytest.raises(MasterUnavailable) as caught:
         member.client.lookup_prefix(fresh(2))
     assert caught.value.retryable
-    assert 0.25 < time.monotonic() - started < 5.0
+    assert 1.9 < time.monotonic() - started < WAIT_S
     started = time.monotonic()
     for _ in range(20):
         with pytest.raises(MasterUnavailable):
             member.client.lookup_prefix(fresh(1))
-    assert time.monotonic() - started < 2.0, "and not one for every request"
+    assert time.monotonic() - started < 20.0, "and not one for every request"
     started = time.monotonic()
     with pytest.raises(MasterUnavailable):
         member.client.put(fresh(1), member.region, [0], BLOCK)
-    assert 0.25 < time.monotonic() - started < 5.0, "a put waits for a master until its deadline"
+    assert 1.9 < time.monotonic() - started < WAIT_S, "a put waits for a master until its deadline"
 
 
 def test_without_the_secret_nobody_answers(stack, secret):

@@ -234,7 +234,7 @@ def answers(store):
 
 def test_no_put_wakes_the_node_and_a_new_master_knows_all(stack, monkeypatch, still):
     masters = stack.enter_context(ExitStack())
-    pool = Pool(stack, open_put_s=3.0, heartbeat_s=0.1)
+    pool = Pool(stack, open_put_s=20.0, heartbeat_s=0.1)
     stores = [pool.store, pool.connect()]
     sent = [sent_notes(store, monkeypatch) for store in stores]
     values = {}

@@ -26,7 +26,7 @@ from transfer.errors import RpcTimeout
 SECRET = secrets.token_bytes(16)
 NBYTES = 64
 SEGMENT_BYTES = 1 << 20
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def fresh_keys(number: int) -> list[bytes]:
@@ -145,11 +145,11 @@ def test_leases_are_joined_and_split():
 
 
 def test_without_one_master_the_keys_of_the_others_go_on(stack):
-    masters = Masters(stack, 2, request_timeout_s=1.5)
-    keys = sorted(fresh_keys(16), key=lambda key: shard_of(key, 2))
-    assert masters.put(1, keys) == ["stored"] * 16
+    masters = Masters(stack, 2, request_timeout_s=4.0)
+    keys = sorted(fresh_keys(64), key=lambda key: shard_of(key, 2))
+    assert masters.put(1, keys) == ["stored"] * 64
     own = sum(shard_of(key, 2) == 0 for key in keys)
-    assert 0 < own < 16
+    assert 0 < own < 64
     masters.servers[1].close()
     located = masters.map.ask(m.Lookup("me", keys), m.Located)
     assert len(located.node_idx) == own
@@ -194,7 +194,7 @@ def test_a_put_waits_for_the_next_master(stack):
 
 def test_a_lookup_waits_for_a_master_that_is_told_still_what_is_there(stack):
     config = KVStoreConfig(request_timeout_s=WAIT_S, node_silence_s=600.0)
-    server = stack.enter_context(MasterServer(config, secret=SECRET, rebuild_s=1.0))
+    server = stack.enter_context(MasterServer(config, secret=SECRET, rebuild_s=6.0))
     masters = MasterMap(StaticMasters([server.address]), config, secret=SECRET, identity="c")
     stack.callback(masters.close)
     key = secrets.token_bytes(16)
@@ -249,7 +249,7 @@ def test_an_attempt_that_is_repeated_condemns_no_master(stack, monkeypatch, num_
             seen.append((again, standing._silent_until > 0.0))
 
     monkeypatch.setattr(MasterStanding, "read", note)
-    config = KVStoreConfig(request_timeout_s=0.5)
+    config = KVStoreConfig(request_timeout_s=3.0)
     pool = MasterMap(StaticMasters(addresses), config, secret=SECRET, identity="me")
     stack.callback(pool.close)
     with pytest.raises(MasterUnavailable):

@@ -185,7 +185,7 @@ def test_a_taken_name_costs_one_request_and_the_next_put_asks_first(stack, monke
 
 def test_what_a_conflict_wrote_is_not_adopted_by_the_next_master(stack, monkeypatch, patient):
     masters = stack.enter_context(ExitStack())
-    pool = Pool(stack, open_put_s=3.0, heartbeat_s=0.1)
+    pool = Pool(stack, open_put_s=20.0, heartbeat_s=0.1)
     key, first, second = secrets.token_bytes(16), value(), value()
     assert pool.store.put(key, first) is STORED
     kept = warm(pool.store)
@@ -216,7 +216,7 @@ def restart(pool, stack):
 
 def test_a_place_of_an_earlier_master_is_written_in_vain(stack, monkeypatch, patient):
     masters = stack.enter_context(ExitStack())
-    pool = Pool(stack, open_put_s=2.0, heartbeat_s=0.1)
+    pool = Pool(stack, open_put_s=8.0, heartbeat_s=0.1)
     warm(pool.store)
     # Asked by the node whether it is at rest, the client would drop the place.
     monkeypatch.setattr(Settlement, "ask", lambda settlement: [])
@@ -318,16 +318,16 @@ def test_the_places_of_a_client_that_is_gone(stack, monkeypatch, patient, dead):
 
 
 def test_a_place_held_for_too_long_is_not_begun_with(stack, monkeypatch, patient):
-    pool = Pool(stack, open_put_s=1.0)
+    pool = Pool(stack, open_put_s=4.0)
     warm(pool.store)
     requests = Requests(pool.store, monkeypatch)
-    time.sleep(0.6)  # more than half of what the master waits
+    time.sleep(2.4)  # more than half of what the master waits
     assert pool.store.put(secrets.token_bytes(16), value()) is STORED
     assert requests.take() == ["Reserve", "Store"]
     # One whose writer is slower still: it is quarantined, and free when the writer says so.
     places = pool.store.client.places._places
     ((kind, [place]),) = places.items()
-    time.sleep(1.1)
+    time.sleep(4.4)
     pool.store.exists("something")
     assert pool.master.statistics().quarantined_bytes == SIZE
     places[kind] = [place._replace(until_s=time.monotonic() + WAIT_S)]

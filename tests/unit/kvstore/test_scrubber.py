@@ -114,7 +114,7 @@ def test_a_place_that_is_just_being_given_to_another_block(stack, master):
     """The bytes change before the node is told; the block that is there then is not reported."""
     scrub = {"period_s": 0.05, "bytes_per_s": 1 << 30}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvstore.node.scrubber.AGAIN_S", 1.0)
+        patch.setattr("kvstore.node.scrubber.AGAIN_S", 5.0)
         node = LendingNode(stack, master.address, b"s", [{"bytes": SIZE}], scrub=scrub)
         node.put(0, 0, 1000)
         seen = threading.Event()

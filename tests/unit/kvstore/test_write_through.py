@@ -8,7 +8,7 @@ import torch
 
 from kvstore import MasterUnavailable, PutOutcome, StoreClosed, WriteThrough
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class FakeClient:
