@@ -15,8 +15,9 @@ from configs.schema import ElasticConfig
 from elastic.agent import LocalAgent, WorkerGroup
 from tests.support.worker_group import COMMAND, Group
 
-# Generous: other work shares the two cores. The measured figures are in docs/elastic.md.
-INSTALLED_WITHIN_S = 3.0
+# Generous: other work shares the two cores. The measured figures are in docs/elastic.md. Half of
+# what a round may take: a death is seen, not found out by a deadline.
+INSTALLED_WITHIN_S = 30.0
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_kill_one_replace_it_kill_two(start: Callable[..., Group]) -> None:
 
 
 def test_a_short_stop_is_forgiven_a_long_one_is_not(start: Callable[..., Group]) -> None:
-    group = start(3, round_timeout_s=1.5)
+    group = start(3, round_timeout_s=6.0)
     names = [group.start(rank) for rank in range(3)]
     group.installed(names, [0, 1, 2])
     group.serving(names)

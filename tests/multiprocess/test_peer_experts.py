@@ -30,7 +30,7 @@ class Rank:
         self.slabs = Slabs(self.engine, self.bank)
         self.server = ExpertServer(self.engine, self.bank, self.slabs)
         self.source = PeerExpertSource(
-            self.engine, self.bank, self.slabs, peers=lambda: self.peers, reply_timeout_s=2.0
+            self.engine, self.bank, self.slabs, peers=lambda: self.peers, reply_timeout_s=8.0
         )
         self.engine.open()
         self.server.open()

@@ -20,7 +20,7 @@ from tests.support.moe_reference import draw_tokens
 from tests.support.ranks import Board, run_ranks
 
 VICTIM = 1
-GENEROUS_S = 20.0
+GENEROUS_S = 60.0
 
 
 def fail(call) -> PassFailed:
@@ -63,7 +63,7 @@ def gloo_without_a_rank(board: Board, when: str) -> tuple[tuple[int, ...], float
 
 @pytest.mark.parametrize("when", ["dispatch", "combine"])
 def test_case_21_a_process_group_ends_with_its_first_loss(when: str):
-    results = run_ranks(3, gloo_without_a_rank, when, timeout_s=90, exits={VICTIM: -signal.SIGKILL})
+    results = run_ranks(3, gloo_without_a_rank, when, exits={VICTIM: -signal.SIGKILL})
     found = [results[rank] for rank in (0, 2)]
     assert [suspects for suspects, _ in found] == [(), ()], "gloo does not say who"
     assert all(seconds < GENEROUS_S for _, seconds in found), "seen by the lost connection"
@@ -82,7 +82,7 @@ def different_views(board: Board, seed: int) -> tuple[int, ...]:
         if board.rank == 1:
             board.read("rank 0 gave up")  # too late for rank 0, whose message is here
         if board.rank < 2:
-            failure = fail(lambda: mine.dispatcher.dispatch(*tokens, layer=0, timeout_s=0.6))
+            failure = fail(lambda: mine.dispatcher.dispatch(*tokens, layer=0, timeout_s=3.0))
             suspects = failure.suspects
         if board.rank == 0:
             board.post("rank 0 gave up")
@@ -96,7 +96,7 @@ def different_views(board: Board, seed: int) -> tuple[int, ...]:
 
 
 def test_case_23_what_ranks_observe_is_not_membership():
-    results = run_ranks(3, different_views, random.randrange(1 << 32), timeout_s=60)
+    results = run_ranks(3, different_views, random.randrange(1 << 32), timeout_s=180)
     assert results == [(1, 2), (2,), ()], "they saw different things"
 
 
@@ -133,7 +133,7 @@ def buffer_without_a_rank(board: Board) -> tuple[tuple[int, ...], float]:
 
 
 def test_case_21_a_buffer_names_the_rank_that_was_lost():
-    results = run_ranks(3, buffer_without_a_rank, timeout_s=60, exits={VICTIM: -signal.SIGKILL})
+    results = run_ranks(3, buffer_without_a_rank, timeout_s=180, exits={VICTIM: -signal.SIGKILL})
     found = [results[rank] for rank in (0, 2)]
     assert all(seconds < GENEROUS_S for _, seconds in found), found
     assert [suspects for suspects, _ in found] == [(VICTIM,), (VICTIM,)]

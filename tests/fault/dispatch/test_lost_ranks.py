@@ -23,7 +23,7 @@ from tests.support.ranks import Board, run_ranks
 from transfer import Interrupted, TransferError
 
 VICTIM = 1
-GENEROUS_S = 15.0  # for what takes milliseconds on an idle machine
+GENEROUS_S = 60.0  # for what takes milliseconds on an idle machine
 
 POINTS = ("before dispatch", "inside dispatch", "before combine", "inside combine")
 
@@ -127,7 +127,7 @@ def found_late(results) -> list[str]:
 def test_survivors_of_a_killed_rank_go_on_without_it(point, backend):
     seed = random.randrange(1 << 32)
     results = run_ranks(
-        3, killed_rank, backend, point, seed, timeout_s=60, exits={VICTIM: -signal.SIGKILL}
+        3, killed_rank, backend, point, seed, timeout_s=180, exits={VICTIM: -signal.SIGKILL}
     )
     named = [results[rank][0] for rank in (0, 2)]
     # A survivor may also find that the other one has already left the epoch: it accuses nobody.
@@ -142,7 +142,7 @@ def test_a_rank_dies_while_its_windows_grow(point, backend):
     """Its message may be a note by then, about memory that ends with it."""
     seed = random.randrange(1 << 32)
     results = run_ranks(
-        3, killed_rank, backend, point, seed, 0.05, timeout_s=60, exits={VICTIM: -signal.SIGKILL}
+        3, killed_rank, backend, point, seed, 0.05, timeout_s=180, exits={VICTIM: -signal.SIGKILL}
     )
     named = [results[rank][0] for rank in (0, 2)]
     assert set(named) <= {(VICTIM,), ()}, (seed, results)
@@ -178,7 +178,7 @@ def test_nobody_waits_for_who_could_not_read_a_dead_ranks_message(backend):
         backend,
         "inside combine",
         seed,
-        timeout_s=60,
+        timeout_s=180,
         exits={VICTIM: -signal.SIGKILL},
     )
     assert results[0][0] == (VICTIM,), (seed, results)
@@ -189,7 +189,7 @@ def test_nobody_waits_for_who_could_not_read_a_dead_ranks_message(backend):
 def stopped_rank(board: Board, point: str, seed: int):
     ranks = list(range(board.world_size))
     survivors = [rank for rank in ranks if rank != VICTIM]
-    timeout_s = 3.0
+    timeout_s = 8.0
     with DispatchRank(board, pass_timeout_s=timeout_s) as mine:
         mine.install(1, ranks, ExpertMap.even(num_layers=2, num_logical=9, ranks=ranks))
         mine.check_pass(3)
@@ -238,7 +238,7 @@ def zombie(mine: DispatchRank, point: str) -> str:
 
 @pytest.mark.parametrize("point", ["before dispatch", "inside combine"])
 def test_a_stopped_rank_is_named_and_its_late_writes_harm_nobody(point):
-    results = run_ranks(3, stopped_rank, point, random.randrange(1 << 32), timeout_s=90)
+    results = run_ranks(3, stopped_rank, point, random.randrange(1 << 32), timeout_s=180)
     # With one message of the victim in hand, rank 2 waits one phase further on, for both others.
     assert results[0] == (VICTIM,)
     assert VICTIM in results[2]

@@ -54,5 +54,5 @@ def check_bits(board: Board, seed: int) -> int:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bits_equal_the_reference(world_size):
     seed = random.randrange(1 << 32)
-    results = run_ranks(world_size, check_bits, seed, timeout_s=60)
+    results = run_ranks(world_size, check_bits, seed, timeout_s=180)
     assert all(results), f"seed {seed}"

@@ -29,7 +29,7 @@ OPTIONS = {
     "fp8": {"dispatch_wire": DispatchWire.FP8},
     "fp32 back as bf16": {"combine_wire": CombineWire.BF16},
 }
-GENEROUS_S = 20.0
+GENEROUS_S = 60.0
 
 
 class DeviceRank:
@@ -125,7 +125,7 @@ def check_bits(board: Board, backend: TransferBackend, option: str, seed: int) -
 @pytest.mark.parametrize("backend", [TransferBackend.SHARED_MEMORY, TransferBackend.TCP])
 def test_the_bits_of_the_cpu_path_on_any_group(backend, option):
     seed = random.randrange(1 << 32)
-    assert run_ranks(3, check_bits, backend, option, seed, timeout_s=90) == [16, 8, 24], seed
+    assert run_ranks(3, check_bits, backend, option, seed, timeout_s=180) == [16, 8, 24], seed
 
 
 def check_refusals(board: Board) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ def check_refusals(board: Board) -> tuple[int, ...]:
     even = ExpertMap.even(num_layers=2, num_logical=7, ranks=ranks)
     layout = dataclasses.replace(LAYOUT, microbatches=1)
     tokens = draw_tokens(layout, 3, torch.Generator())
-    with DeviceRank(board, layout, TransferBackend.AUTO, pass_timeout_s=0.5) as mine:
+    with DeviceRank(board, layout, TransferBackend.AUTO, pass_timeout_s=6.0) as mine:
         dispatcher = mine.dispatcher
         with pytest.raises(CallOrder):
             dispatcher.install({})
@@ -169,4 +169,4 @@ def check_refusals(board: Board) -> tuple[int, ...]:
 
 
 def test_refusals_and_a_silent_rank():
-    assert run_ranks(2, check_refusals, timeout_s=60) == [(1,), ()]
+    assert run_ranks(2, check_refusals, timeout_s=180) == [(1,), ()]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from pathlib import Path
 
 import pytest
 
+from tests.support.etcd_server import free_ports
 from tests.support.ranks import Board, run_ranks
 
 TEXT = (Path(__file__).parents[3] / "docs" / "dispatch.md").read_text(encoding="utf-8")
@@ -35,6 +35,5 @@ def test_there_is_one_for_each_way():
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 def test_the_program_runs(program: str):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    run_ranks(2 if "torchrun" in program else 1, execute, program, port, timeout_s=60)
+    (port,) = free_ports(1)
+    run_ranks(2 if "torchrun" in program else 1, execute, program, port, timeout_s=180)

@@ -32,7 +32,7 @@ def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
 
@@ -123,7 +123,7 @@ def test_a_killed_target_is_one_clear_line(tmp_path: Path) -> None:
         (target,) = command.descendants("moe_runtime.bench.target")
         time.sleep(0.3)
         target.kill()
-        assert command.wait(30) == 1
+        assert command.wait(60) == 1
     said = command.log.read_text().splitlines()
     (line,) = [line for line in said if not line.startswith("warning: others use")]
     assert line.startswith("Error: the target 127.0.0.1:")
@@ -154,7 +154,7 @@ def test_two_ends_and_a_wrong_secret(tmp_path: Path) -> None:
         assert psutil.Process(target.pid).cmdline().count(str(right)) == 1
         assert "a" * 32 not in " ".join(psutil.Process(target.pid).cmdline())
         target.send(signal.SIGINT)
-        assert target.wait(15) == 0
+        assert target.wait(60) == 0
 
 
 def test_nobody_there(tmp_path: Path) -> None:

@@ -170,13 +170,13 @@ def reference(
 
 def test_groups_of_four_to_one(directory: Path, reference: tuple[torch.dtype, Path], seed: int):
     dtype, path = reference
-    compared = run_ranks(4, check_group, directory, path, dtype, seed, timeout_s=110)
+    compared = run_ranks(4, check_group, directory, path, dtype, seed, timeout_s=180)
     assert all(compared[rank] for rank in GROUPS[-1]), f"seed {seed}"
 
 
 def test_tcp(directory: Path, reference: tuple[torch.dtype, Path], seed: int):
     dtype, path = reference
-    compared = run_ranks(3, check_tcp, directory, path, dtype, seed, timeout_s=110)
+    compared = run_ranks(3, check_tcp, directory, path, dtype, seed, timeout_s=180)
     assert sum(compared), f"seed {seed}"
 
 
@@ -197,7 +197,7 @@ def check_tcp(board: Board, directory: Path, reference: Path, dtype: torch.dtype
 def test_two_microbatches(directory: Path, reference: tuple[torch.dtype, Path], seed: int):
     """Ranks with many tokens make all others take part in their second half."""
     dtype, path = reference
-    found = run_ranks(3, check_halves, directory, path, dtype, seed, timeout_s=110)
+    found = run_ranks(3, check_halves, directory, path, dtype, seed, timeout_s=180)
     assert sum(compared for compared, _, _ in found), f"seed {seed}"
     assert len({(whole, halves) for _, whole, halves in found}) == 1, "all make the same calls"
     _, num_whole, num_halves = found[0]
@@ -228,5 +228,5 @@ def check_halves(
 
 def test_collective_on_gloo(directory: Path, reference: tuple[torch.dtype, Path], seed: int):
     dtype, path = reference
-    compared = run_ranks(3, check_collective, directory, path, dtype, seed, timeout_s=110)
+    compared = run_ranks(3, check_collective, directory, path, dtype, seed, timeout_s=180)
     assert sum(compared), f"seed {seed}"

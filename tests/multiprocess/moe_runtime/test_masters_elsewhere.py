@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from configs.schema import RuntimeConfig
     from tests.support.cluster import Stream
 
-MAX_TOKENS = 80
+MAX_TOKENS = 300  # so many that none is over when the masters are killed
 SHARDS = 2
 
 

@@ -140,7 +140,7 @@ def test_the_deadline_of_a_call_names_who_is_silent():
         start = time.monotonic()
         with pytest.raises(PassFailed) as caught:
             first.dispatch_recv(outgoing, timeout_s=0.2)
-        assert 0.15 < time.monotonic() - start < 20
+        assert 0.15 < time.monotonic() - start < 50
         assert (caught.value.suspects, caught.value.layer) == ((1,), 1)
         with pytest.raises(CallOrder):
             first.begin_pass()

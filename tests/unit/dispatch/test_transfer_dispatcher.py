@@ -110,7 +110,7 @@ def test_an_interrupt_passes_through_and_ends_the_pass():
 
 
 def test_silence_is_named():
-    with pair(timeout_s=2.0) as (first, second):
+    with pair(timeout_s=6.0) as (first, second):
         install((first, second), 1)
         first.begin_pass()
         with pytest.raises(PassFailed) as caught:

@@ -58,7 +58,7 @@ def test_one_dies_while_another_loads(four: Cluster) -> None:
 
     four.workers[0].load_hook = slow
     four.workers[3].die()
-    assert loading.wait(5)
+    assert loading.wait(60)
     four.workers[2].die()
     four.settle(four.workers[:2], (0, 1))
 
@@ -90,7 +90,7 @@ def test_a_record_that_is_no_record_does_not_end_the_watch(
 
     with monkeypatch.context() as patched:
         patched.setattr(four.store, "read", read)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while looks.count("elastic-watch") < 8:  # of four watches: some looked twice
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -100,7 +100,7 @@ def test_a_record_that_is_no_record_does_not_end_the_watch(
 
 def test_report_without_reason_makes_a_new_epoch_of_the_same_members(four: Cluster) -> None:
     four.workers[1].accuse = (2,)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(w.epoch < 2 for w in four.workers) and time.monotonic() < deadline:
         time.sleep(0.005)
     view = four.settle(four.workers, (0, 1, 2, 3))
@@ -113,7 +113,7 @@ def test_a_pass_dropped_because_the_others_went_on_costs_no_view_of_its_own(four
     joiner = four.start(4)
     others = [worker for worker in four.workers if worker is not late]
     inbox = late.coordinator._inbox
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     # One announcement and four offers: all that it takes to install the view at once.
     while (
         any(worker.coordinator._machine.waiting_for != (2,) for worker in others)
@@ -131,7 +131,7 @@ def test_a_pass_dropped_because_the_others_went_on_costs_no_view_of_its_own(four
     assert change is not None
     assert change.epoch == 2
     late.accuse = ()  # nor is the next one mistaken for it
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while (view := four.store.read()) is None or view.epoch != 3:
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -224,4 +224,4 @@ def test_a_quiet_poll_is_cheap(four: Cluster) -> None:
     start = time.perf_counter()
     for _ in range(1000):
         assert coordinator.poll() is None
-    assert time.perf_counter() - start < 10.0  # a poll that did I/O would take longer
+    assert time.perf_counter() - start < 30.0  # a poll that did I/O would take longer

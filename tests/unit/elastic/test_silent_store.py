@@ -38,7 +38,7 @@ class Silence:
 
     def wait_for(self, *names: str) -> None:
         """Until each of these was asked, in vain, at least twice."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while any(self.refused.count(name) < 2 for name in names):
             assert time.monotonic() < deadline, self.refused
             time.sleep(0.005)

@@ -34,7 +34,7 @@ def view(epoch, *members):
 
 
 async def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)

@@ -294,7 +294,7 @@ def test_drain_gives_up_at_its_deadline(tmp_path):
 
 def test_a_worker_error_and_an_expired_request(tmp_path):
     async def main():
-        async with serving(tmp_path, request_timeout_s=3.0) as (running, client):
+        async with serving(tmp_path, request_timeout_s=8.0) as (running, client):
             worker = running.workers[0]
             worker.error = "out of pages"
             failed = await post(client, prompt="one")
