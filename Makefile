@@ -37,7 +37,8 @@ install: $(READY)
 
 # The stamp makes every later call instant; what is installed already is never installed again.
 $(READY): pyproject.toml setup.py transfer/native.c $(wildcard transfer/compiled/*.c) \
-		dispatch/native.c kvstore/native.c kvstore/rows.c moe_runtime/models/tiles.c
+		dispatch/native.c kvstore/native.c kvstore/rows.c $(wildcard kvstore/compiled/*.c) \
+		moe_runtime/models/tiles.c
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; set PYTHON=" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if $(BIN)/python tools/installed.py 2>/dev/null; then :; else \

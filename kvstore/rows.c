@@ -1,6 +1,7 @@
 /* Loops over rows of columns: what `kvstore/row_loops.py` does in Python, without an object per
  * step. A column is anything with a one-dimensional buffer of machine integers (`array.array`), a
- * row a position in it. All rows of a call are checked before anything is changed.
+ * row a position in it. All rows of a call are checked before anything is changed. The dictionary of
+ * keys is here too: `compiled/key_index.c`.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -573,6 +574,7 @@ static PyObject *follow(PyObject *module, PyObject *const *args, Py_ssize_t coun
 }
 
 #include "compiled/gone.c"
+#include "compiled/key_index.c"
 
 #define METHOD(name, signature, text)                                                              \
     {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, #name signature "\n--\n\n" text}
@@ -609,5 +611,8 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__rows(void)
 {
-    return PyModule_Create(&definition);
+    PyObject *module = PyType_Ready(&key_index_type) ? NULL : PyModule_Create(&definition);
+    if (module && PyModule_AddObjectRef(module, "KeyIndex", (PyObject *)&key_index_type))
+        Py_CLEAR(module);
+    return module;
 }

@@ -21,7 +21,7 @@ class Inventory:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._order = KeyOrder(lambda: catalog.index.rows.keys())
+        self._order = KeyOrder(catalog.index.keys)
 
     def transitions(self) -> Mapping[type, Transition]:
         """Return what carries out which type of request."""

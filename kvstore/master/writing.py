@@ -122,7 +122,7 @@ class Writing:
         if (
             len(keys) == len(request.keys)
             and not batch.rows
-            and index.keys().isdisjoint(keys)
+            and not index.has_any(keys)
             and writers.keys().isdisjoint(keys)
         ):  # as nearly always
             return [m.PutOutcome.GRANTED] * len(keys), range(len(keys))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Iterator
-from typing import Final
 
+from kvstore import row_loops
 from kvstore.errors import InvariantViolated
+from kvstore.key_index import KeyIndexLike, make_key_index
 from kvstore.master.books.copy_state import COMMITTED
 from kvstore.master.books.copy_table import CopyTable
 from kvstore.row_loops import NOWHERE
-
-PACKED_FROM: Final = 1 << 15  # keys
-PACKED_TO: Final = 1 << 21
-LOOSE_BYTES: Final = 75  # a key, of the dictionary alone: packed it takes 30 to 60
 
 
 class BlockIndex:
@@ -25,14 +21,19 @@ class BlockIndex:
 
     def __init__(self, table: CopyTable) -> None:
         self._table = table
-        self.rows: dict[bytes, int] = {}  # any one copy of each; read it, change it here only
+        # Any one copy of each. Read it; it is changed here, and by the catalog for many at once.
+        self.rows: KeyIndexLike = make_key_index(table.keys)
         table.eviction.find = self.beside
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.rows.values())
+        return iter(self.rows.rows())
+
+    def keys(self) -> list[bytes]:
+        """Return the names of all blocks, in no order."""
+        return row_loops.pick(self._table.keys, self.rows.rows())
 
     def beside(self, key: Hashable, row: int) -> int:
         """Return a block's copy in the segment in which this row lies; NOWHERE if it has none."""
@@ -80,17 +81,6 @@ class BlockIndex:
         self.rows[key] = following
         return False
 
-    def pack(self) -> None:
-        """Make the dictionary as small as what is in it, if it is twice that or more.
-
-        It grows with every so many keys that come, however many went: with evictions to twice what
-        it was when it was filled. Packed, a quarter of the keys can come before it grows again.
-        Takes 0.13 us a key, so very large ones stay as they are.
-        """
-        count = len(self.rows)
-        if PACKED_FROM <= count <= PACKED_TO and sys.getsizeof(self.rows) > LOOSE_BYTES * count:
-            self.rows = dict(self.rows)
-
     def same_bytes(self, row: int, other: int) -> bool:
         """Tell whether two copies are of the same bytes, as far as their columns say."""
         table = self._table
@@ -103,8 +93,13 @@ class BlockIndex:
     def check_invariants(self) -> None:
         """Raise InvariantViolated unless every block has copies that are its own."""
         table = self._table
-        for key, first in self.rows.items():
-            copies = table.copies(first)
+        firsts = self.rows.rows()
+        if len(firsts) != len(self.rows):
+            raise InvariantViolated(where="the index", problem="blocks miscounted")
+        for first in firsts:
+            key, copies = table.keys[first], table.copies(first)
+            if self.rows.get(key) != first:
+                self._fail(key, "is not found")
             if len({table.segment[row] for row in copies}) != len(copies):
                 self._fail(key, "has two copies in a segment")
             for row in copies:

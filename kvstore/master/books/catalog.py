@@ -124,7 +124,7 @@ class Catalog:
     def attach_all(self, rows: list[int], now: float) -> list[bool]:
         """Do what `attach` does for each of these, without pins and groups, in this order."""
         stored, first = [True] * len(rows), rows
-        taken = row_loops.claim(self.index.rows, row_loops.pick(self.table.keys, rows), rows)
+        taken = self.index.rows.claim(row_loops.pick(self.table.keys, rows), rows)
         if taken:
             for position in taken:
                 stored[position] = False
@@ -153,8 +153,6 @@ class Catalog:
             for row in rows:
                 self.tenants.order(row)
         self.notices.stored(rows)
-        if self.expected is not None:  # chains and names gone need the room
-            self.index.pack()
 
     def _name(self, key: bytes | None) -> bytes | None:
         """Return a block's name as the table has it: one object for all that keep it."""
@@ -317,7 +315,7 @@ class Catalog:
         if row_loops.all_own(table.sibling, rows) and all(
             row_loops.all_are(column, rows, 0) for column in special
         ):  # nobody's blocks with no other copy
-            row_loops.drop(self.index.rows, row_loops.pick(table.keys, rows))
+            self.index.rows.drop(row_loops.pick(table.keys, rows))
             nobody = self.tenants[NOBODY]
             nobody.blocks -= len(rows)
             nobody.used_bytes -= row_loops.total(table.space, rows)

@@ -34,7 +34,8 @@ class Notices:
 
     def present(self, index: BlockIndex) -> Iterator[tuple[bytes, EventMedium]]:
         """Iterate over the committed blocks and the media that they are in, each once."""
-        for key, first in index.rows.items():
+        for first in sorted(index):  # about as they came
+            key = self._table.keys[first]
             for medium in {self._medium(row) for row in self._table.copies(first)}:
                 yield key, medium
 

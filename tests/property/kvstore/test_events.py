@@ -47,7 +47,7 @@ class EventMachine(MasterMachine):
                 else:
                     assert self.told >= set(change.keys), "removed what was not there"
                     self.told -= set(change.keys)
-        index = set(self.master._catalog.index.rows)
+        index = set(self.master._catalog.index.keys())
         assert self.told == index
 
 
