@@ -14,6 +14,7 @@ forbidden in containers; the page cache would hold every block twice.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -47,6 +48,7 @@ from transfer.storage.storage import Done, Waiter
 logger = logging.getLogger(__name__)
 
 OWNER_ONLY: Final = 0o600
+STAT_BLOCK_BYTES: Final = 512  # whatever the file system's own
 
 _open_slabs: weakref.WeakSet[FileSlab] = weakref.WeakSet()
 
@@ -295,16 +297,23 @@ class FileSlab:
             raise self._failed(f"it has {status.st_size} bytes, not {self._file_bytes}")
 
     def _allocate(self, fd: int) -> None:
+        status, room = os.fstat(fd), os.fstatvfs(fd)
+        missing = self._file_bytes - status.st_blocks * STAT_BLOCK_BYTES
+        free = room.f_frsize * (room.f_bavail if os.geteuid() else room.f_bfree)
+        # Asked first: the system says no only when it has given us all that others need, too.
+        if missing > free and room.f_blocks:  # some file systems do not tell
+            raise self._full(os.strerror(errno.ENOSPC), errno.ENOSPC, free)
         try:
             os.posix_fallocate(fd, 0, self._file_bytes)
         except OSError as error:
             failure = storage_error(str(self.path), "open", -1, error)
             if isinstance(failure, StorageFull):
-                room = os.fstatvfs(fd)
-                free = room.f_bavail * room.f_frsize
-                reason = f"{failure.reason}: {self._file_bytes} bytes are needed, {free} are free"
-                failure = StorageFull(str(self.path), "open", reason, errno=failure.errno)
+                failure = self._full(failure.reason, failure.errno, free)
             raise failure from error
+
+    def _full(self, why: str, number: int, free: int) -> StorageFull:
+        reason = f"{why}: {self._file_bytes} bytes are needed, {free} are free"
+        return StorageFull(str(self.path), "open", reason, errno=number)
 
     def _align(self, fd: int) -> Alignment:
         if self._config.direct is DirectIO.OFF:

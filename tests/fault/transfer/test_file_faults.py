@@ -132,6 +132,30 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
         subprocess.run(["umount", str(small)], check=True, timeout=30)
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_disk_that_is_too_small_is_not_filled_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """What others need is not taken from them until the system says no, where it tells its room."""
+    asked, fstatvfs = [], os.fstatvfs
+
+    def untold(fd: int) -> os.statvfs_result:
+        return os.statvfs_result([*fstatvfs(fd)[:2], *[0] * 9])
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        asked.append(nbytes)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    if not is_told:
+        monkeypatch.setattr(os, "fstatvfs", untold)
+    nbytes = (1 << 50) + os.statvfs(tmp_path).f_bfree * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(StorageFull, match=r"No space left on device: \d+ bytes are needed"):
+        FileSlab(tmp_path / "slab", nbytes, SMALL).open()
+    assert bool(asked) is not is_told
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_limit_of_file_sizes(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SLAB_BYTES // 2, hard))
