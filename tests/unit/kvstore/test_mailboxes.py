@@ -439,9 +439,8 @@ def test_a_late_note_gives_way_to_what_was_left_after_it(stack, still):
 def test_late_notes_of_many_blocks_give_way_block_by_block():
     """Written by several at once, in batches: the work must not grow with the product."""
     rng, entered = random.Random(), []
-    engine = SimpleNamespace(
-        name="node", on_peer_lost=lambda call: None, on_notes=lambda call: None, take_notes=list
-    )
+    nobody = {"on_peer_lost": lambda call: None, "on_notes": lambda call: None}
+    engine = SimpleNamespace(name="node", take_notes=list, **nobody)
     boxes = Mailboxes(engine, lambda segment, said: entered.extend(said))
     units = 1 << 19  # of 64 bytes
     later, whole = np.zeros(units, dtype=bool), 0
@@ -488,15 +487,13 @@ def test_the_mailbox_of_a_client_that_leaves_is_freed(stack, still):
 def test_a_mailbox_full_of_nonsense_ends_nothing(stack, monkeypatch, still):
     pool = Pool(stack)
     values = fill(pool.store)
-    node = pool.nodes[0]
-    (box,) = node._mailboxes._boxes.values()
+    (box,) = pool.nodes[0]._mailboxes._boxes.values()
     box.region.array[:8] = 255
-    assert {block.key for block in node.segments[0].index.blocks()} == set()
+    (segment,) = pool.nodes[0].segments
+    assert {block.key for block in segment.index.blocks()} == set()
     assert box.is_broken
     sent = sent_notes(pool.store, monkeypatch)
     more = fill(pool.store)
     assert len(sent) == len(more)
-    eventually(
-        lambda: {b.key for b in node.segments[0].index.blocks()} == set(more), "they are sent"
-    )
+    eventually(lambda: {b.key for b in segment.index.blocks()} == set(more), "they are sent")
     assert {key: pool.store.get(key) for key in values} == values
