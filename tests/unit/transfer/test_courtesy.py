@@ -77,7 +77,8 @@ def test_a_thread_gets_back_what_it_gave_up(rails: tuple[str, ...], nbytes: int)
             beside.join(60.0)
         assert not failures
         assert not beside.is_alive()
-        assert native.compiled.num_urgent() == 0
+        # One that was sent again, as its rail had stalled, may still have an answer to come.
+        eventually(lambda: native.compiled.num_urgent() == 0, "none is under way")
 
 
 @pytest.mark.parametrize("kind", KINDS)
