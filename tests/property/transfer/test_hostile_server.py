@@ -19,6 +19,7 @@ from transfer import native
 from transfer.backends.served import MAP
 from transfer.backends.server import PythonServer
 from transfer.wire import (
+    NOTE_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
     SLICE_PIECES,
     SLICES_MAX,
@@ -50,6 +51,8 @@ def random_request(generator: random.Random, transfer_id: int) -> bytes:
     kind = generator.choice([RequestKind.WRITE, RequestKind.WRITE, RequestKind.READ])
     num_slices = generator.choice([1, 1, 2, 3, SLICES_MAX])
     nbytes = int(lengths.sum()) if num_pieces else 0
+    writes = kind is RequestKind.WRITE
+    note = generator.randbytes(generator.choice([0, 0, 1, 50, 9000]) if writes else 0)
     request = Request(
         kind=kind,
         transfer_id=transfer_id,
@@ -58,11 +61,12 @@ def random_request(generator: random.Random, transfer_id: int) -> bytes:
         num_slices=num_slices,
         num_pieces=num_pieces,
         nbytes=nbytes,
-        immediate=generator.choice([None, generator.randrange(2**32)]),
+        immediate=None if note else generator.choice([None, generator.randrange(2**32)]),
         token=generator.choice([*TOKENS.values(), TOKENS[3], TOKENS[3], FOREIGN, UNKNOWN]),
+        note_bytes=len(note),
     )
-    payload = generator.randbytes(nbytes) if kind is RequestKind.WRITE else b""
-    return request.encode() + encode_pieces(offsets, lengths) + payload
+    payload = generator.randbytes(nbytes) if writes else b""
+    return request.encode() + encode_pieces(offsets, lengths) + payload + note
 
 
 def _with_a_byte_changed(head: bytearray, generator: random.Random) -> bytearray:
@@ -159,7 +163,7 @@ def test_hostile_streams_stay_inside_the_window(kind: Any) -> None:
     seed = random.randrange(2**32)
     generator = random.Random(seed)
     owner = Owner(kind)
-    malformed = 0
+    malformed = notes = 0
     for turn in range(400):
         stream = random_stream(generator, generator.choice([0, 0, 1, 2]))
         portions = [generator.randrange(1, 4000) for _ in range(8)]
@@ -169,10 +173,15 @@ def test_hostile_streams_stay_inside_the_window(kind: Any) -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, stream {turn}") from error
         malformed += owner.server.take_counters()[2]
+        for name, _, note in owner.server.take_notes():
+            assert name == NAME
+            assert 1 <= len(note) <= NOTE_BYTES_MAX
+            notes += 1
         if turn % 20 == 0:  # a new life: slices are known per life
             owner.server.close_peer(owner.peer)
             owner.peer = owner.server.open_peer(NAME)
     assert malformed > 5, f"nonsense was sent, seed {seed}"
+    assert notes > 5, f"notes were left, seed {seed}"
     owner.server.close()
 
 
@@ -191,6 +200,8 @@ def test_both_servers_answer_alike() -> None:
         if not num_changes:
             assert got[0] == got[1], context
             assert np.array_equal(owners[0].memory, owners[1].memory), context
+            left = [[note for _, _, note in owner.server.take_notes()] for owner in owners]
+            assert left[0] == left[1], context
         # Who hangs up on nonsense may lose answers that were on their way: one starts the other.
         shorter, longer = sorted(got, key=len)
         assert longer.startswith(shorter), context
