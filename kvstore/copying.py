@@ -149,16 +149,29 @@ def copy_and_sum(
 
 
 def copy_with_checksum(
-    target: Bytes, target_offset: int, source: Bytes, source_offset: int, nbytes: int
+    target: Bytes,
+    target_offset: int,
+    source: Bytes,
+    source_offset: int,
+    nbytes: int,
+    *,
+    stream_bytes: int = WRITE_STREAM_BYTES_MIN,
 ) -> int:
-    """Copy one piece that is not read at once; otherwise as `copy_with_checksums`."""
+    """Copy one piece, by default one that is not read at once; else as `copy_with_checksums`."""
     if compiled is not None and nbytes > _native.SHORT_BYTES:
-        past_caches = nbytes >= WRITE_STREAM_BYTES_MIN
         return _native.copy_one_summed(
-            target, target_offset, source, source_offset, nbytes, past_caches
+            target, target_offset, source, source_offset, nbytes, stream_bytes
         )
     target[target_offset : target_offset + nbytes] = source[source_offset : source_offset + nbytes]
     return xxhash.xxh3_64_intdigest(target.data[target_offset : target_offset + nbytes])
+
+
+def bytes_with_checksum(source: Bytes, offset: int, nbytes: int) -> tuple[bytes, int]:
+    """Return a piece as bytes, and the xxh3_64 of what they are; otherwise as `copy_and_sum`."""
+    if compiled is not None and nbytes > _native.SHORT_BYTES:
+        return _native.bytes_summed(source, offset, nbytes, READ_STREAM_BYTES_MIN)
+    value = source[offset : offset + nbytes].tobytes()
+    return value, xxhash.xxh3_64_intdigest(value)
 
 
 def _plain(column: Ints) -> Ints:

@@ -475,9 +475,10 @@ static PyObject *copy_summed(PyObject *module, PyObject *const *args, Py_ssize_t
 }
 
 PyDoc_STRVAR(copy_one_summed_doc,
-             "copy_one_summed(target, target_offset, source, source_offset, nbytes, past_caches)"
+             "copy_one_summed(target, target_offset, source, source_offset, nbytes, stream_bytes)"
              "\n--\n\nCopy one piece between buffers and return its xxh3_64.\n\n"
-             "Raises ValueError if it does not lie in both, or is too short.");
+             "From `stream_bytes` on, at least 0, it goes past the caches. Raises ValueError if it "
+             "does not lie in both, or is too short.");
 
 static PyObject *copy_one_summed(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -489,19 +490,18 @@ static PyObject *copy_one_summed(PyObject *module, PyObject *const *args, Py_ssi
         return NULL;
     }
     Py_ssize_t to = PyLong_AsSsize_t(args[1]), from = PyLong_AsSsize_t(args[3]);
-    Py_ssize_t nbytes = PyLong_AsSsize_t(args[4]);
-    bool past_caches = PyObject_IsTrue(args[5]) == 1;
+    Py_ssize_t nbytes = PyLong_AsSsize_t(args[4]), stream_bytes = PyLong_AsSsize_t(args[5]);
     if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &target, PyBUF_WRITABLE))
         return NULL;
     if (!PyObject_GetBuffer(args[2], &source, PyBUF_SIMPLE)) {
         if (nbytes <= SHORT_BYTES || to < 0 || from < 0 || nbytes > target.len - to ||
-            nbytes > source.len - from) {
+            nbytes > source.len - from || stream_bytes < 0) {
             PyErr_SetString(PyExc_ValueError, "a piece that is too short, or not in both buffers");
         } else {
             PyThreadState *state = nbytes >= GIL_BYTES ? PyEval_SaveThread() : NULL;
             uint64_t sum = pass((unsigned char *)target.buf + to,
                                 (const unsigned char *)source.buf + from, (size_t)nbytes,
-                                past_caches ? 0 : SIZE_MAX);
+                                (size_t)stream_bytes);
             if (state)
                 PyEval_RestoreThread(state);
             result = PyLong_FromUnsignedLongLong(sum);
@@ -510,6 +510,40 @@ static PyObject *copy_one_summed(PyObject *module, PyObject *const *args, Py_ssi
     }
     PyBuffer_Release(&target);
     return result;
+}
+
+PyDoc_STRVAR(bytes_summed_doc,
+             "bytes_summed(source, offset, nbytes, stream_bytes)\n--\n\n"
+             "Copy one piece into a new bytes object; return that and its xxh3_64.\n\n"
+             "From `stream_bytes` on, at least 0, it goes past the caches. Raises ValueError if the "
+             "piece does not lie in the source, or is too short.");
+
+static PyObject *bytes_summed(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    Py_buffer source;
+    PyObject *result = NULL;
+    uint64_t sum = 0;
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "bytes_summed takes 4 arguments");
+        return NULL;
+    }
+    Py_ssize_t from = PyLong_AsSsize_t(args[1]), nbytes = PyLong_AsSsize_t(args[2]);
+    Py_ssize_t stream_bytes = PyLong_AsSsize_t(args[3]);
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE))
+        return NULL;
+    if (nbytes <= SHORT_BYTES || from < 0 || nbytes > source.len - from || stream_bytes < 0) {
+        PyErr_SetString(PyExc_ValueError, "a piece that is too short, or not in the source");
+    } else if ((result = PyBytes_FromStringAndSize(NULL, nbytes))) {
+        /* Nobody else knows the new object yet. */
+        PyThreadState *state = nbytes >= GIL_BYTES ? PyEval_SaveThread() : NULL;
+        sum = pass((unsigned char *)PyBytes_AS_STRING(result),
+                   (const unsigned char *)source.buf + from, (size_t)nbytes, (size_t)stream_bytes);
+        if (state)
+            PyEval_RestoreThread(state);
+    }
+    PyBuffer_Release(&source);
+    return result ? Py_BuildValue("NK", result, (unsigned long long)sum) : NULL;
 }
 
 PyDoc_STRVAR(sums_doc, "sums(base, offsets, lengths)\n--\n\n"
@@ -563,6 +597,7 @@ static PyMethodDef methods[] = {
     {"copy_summed", (PyCFunction)(void (*)(void))copy_summed, METH_FASTCALL, copy_summed_doc},
     {"copy_one_summed", (PyCFunction)(void (*)(void))copy_one_summed, METH_FASTCALL,
      copy_one_summed_doc},
+    {"bytes_summed", (PyCFunction)(void (*)(void))bytes_summed, METH_FASTCALL, bytes_summed_doc},
     {"sums", (PyCFunction)(void (*)(void))sums, METH_FASTCALL, sums_doc},
     {"share_copies", share_copies, METH_O, share_copies_doc},
     {"mailbox_leave", (PyCFunction)(void (*)(void))mailbox_leave, METH_FASTCALL, mailbox_leave_doc},

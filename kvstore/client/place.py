@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvstore.client.lease import Lease
 from kvstore.client.locations import Hit
 from kvstore.client.steps import Steps, settle, work
-from kvstore.copying import copy_with_checksums
+from kvstore.copying import READ_STREAM_BYTES_MIN, bytes_with_checksum, copy_with_checksum
 from transfer import Priority, TransferError
 
 if TYPE_CHECKING:
@@ -152,6 +152,23 @@ class Place(NamedTuple):
         mapped = engine.in_place(self.where.node, key)
         return mapped is not None and self._copy(mapped, target)
 
+    def is_here(self, engine: TransferEngine, segments: SegmentKeys) -> bool:
+        """Tell whether the block's memory is mapped here."""
+        key = segments.known(self.where)
+        return key is not None and engine.in_place(self.where.node, key) is not None
+
+    def read_bytes(self, engine: TransferEngine, segments: SegmentKeys) -> bytes | None:
+        """Return the block's bytes, verified, if it is mapped here; None as `read_into`'s False."""
+        key = segments.known(self.where)
+        if key is None or self.chunk_bytes or self.lease.late_s() >= 0:
+            return None
+        mapped = engine.in_place(self.where.node, key)
+        if mapped is None or not 0 <= self.offset <= len(mapped.array) - self.nbytes:
+            return None
+        value, found = bytes_with_checksum(mapped.array, self.offset, self.nbytes)
+        mapped.read_bytes(self.nbytes)
+        return value if found == self.checksum and self.lease.late_s() < 0 else None
+
     def _is_good(self, region: Region, offset: int) -> bool:
         if self.lease.late_s() >= 0 and not self.lease.adrift:
             return False
@@ -162,8 +179,8 @@ class Place(NamedTuple):
         """Copy from memory that is mapped here, and verify what came."""
         if self.offset < 0 or self.nbytes > len(mapped.array) - self.offset:
             return False
-        (found,) = copy_with_checksums(
-            target, mapped.array, _column(0), _column(self.offset), _column(self.nbytes)
+        found = copy_with_checksum(
+            target, 0, mapped.array, self.offset, self.nbytes, stream_bytes=READ_STREAM_BYTES_MIN
         )
         mapped.read_bytes(self.nbytes)
         return found == self.checksum and self.lease.late_s() < 0

@@ -218,12 +218,21 @@ class QuickReads:
         return None
 
     def _read(self, place: Place) -> bytes | None:
+        if place.nbytes >= ONE_PASS_BYTES_MIN:
+            value = place.read_bytes(self._core.engine, self._segments)
+            if value is not None or place.nbytes > PLACE_BYTES_MAX:
+                return value
         with self._core.staging.borrow(min(place.nbytes, PLACE_BYTES_MAX)) as region:
             if place.read_into(self._core.engine, self._segments, region, 0):
                 return region.array[: place.nbytes].tobytes()
         return None
 
     def _read_steps(self, place: Place) -> Steps[bytes | None]:
+        if place.nbytes >= ONE_PASS_BYTES_MIN and place.is_here(self._core.engine, self._segments):
+            yield from work(place.nbytes)
+            value = place.read_bytes(self._core.engine, self._segments)
+            if value is not None or place.nbytes > PLACE_BYTES_MAX:
+                return value
         with self._core.staging.borrow(min(place.nbytes, PLACE_BYTES_MAX)) as region:
             good = yield from place.read_steps(self._core.engine, self._segments, region, 0)
             return region.array[: place.nbytes].tobytes() if good else None

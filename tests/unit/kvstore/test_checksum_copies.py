@@ -78,7 +78,10 @@ def test_one_piece_is_copied_and_summed(module: ModuleType, nbytes: int) -> None
     expected[place : place + nbytes] = source[start : start + nbytes]
     found = module.copy_with_checksum(target, place, source, start, nbytes)
     assert np.array_equal(target, expected)
-    assert found == xxhash.xxh3_64_intdigest(source[start : start + nbytes].data)
+    sum_ = xxhash.xxh3_64_intdigest(source[start : start + nbytes].data)
+    assert found == sum_
+    value = source[start : start + nbytes].tobytes()
+    assert module.bytes_with_checksum(source, start, nbytes) == (value, sum_)
 
 
 def test_one_piece_outside_of_its_buffer_is_refused() -> None:
@@ -89,11 +92,28 @@ def test_one_piece_outside_of_its_buffer_is_refused() -> None:
     copy = importlib.import_module("kvstore._native").copy_one_summed
     for to, start, nbytes in ((0, 501, 500), (501, 0, 500), (-1, 0, 500), (0, -1, 500), (0, 0, 9)):
         with pytest.raises(ValueError, match="not in both buffers"):
-            copy(memory, to, other, start, nbytes, True)
+            copy(memory, to, other, start, nbytes, 0)
+    with pytest.raises(ValueError, match="not in both buffers"):
+        copy(memory, 0, other, 0, 500, -1)
     other.flags.writeable = False
     with pytest.raises((ValueError, BufferError)):
-        copy(other, 0, memory, 0, 500, True)
+        copy(other, 0, memory, 0, 500, 0)
     assert not memory.any()
+
+
+def test_bytes_of_what_lies_outside_are_refused() -> None:
+    if not copying.COMPILED:
+        pytest.skip("kvstore._native is not built: no C compiler")
+    memory = np.zeros(1000, dtype=np.uint8)
+    take = importlib.import_module("kvstore._native").bytes_summed
+    wrong = ((501, 500, 0), (-1, 500, 0), (0, 9, 0), (0, 1 << 62, 0), (0, 500, -1))
+    for start, nbytes, stream in wrong:
+        with pytest.raises(ValueError, match="not in the source"):
+            take(memory, start, nbytes, stream)
+    with pytest.raises(TypeError):
+        take(memory, 0, 500)
+    with pytest.raises(OverflowError):
+        take(memory, 0, 1 << 70, 0)
 
 
 def test_no_pieces_are_no_work(module: ModuleType) -> None:

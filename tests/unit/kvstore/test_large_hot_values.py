@@ -41,3 +41,11 @@ def test_values_are_right_when_they_are_hot_and_damage_is_found(backend: Transfe
         with pytest.raises(BlockCorrupt):
             store.get_into(name, np.zeros(nbytes, dtype=np.uint8))
         assert store.get_into(name, RegionPiece(region, 0, nbytes)) is None
+        for nbytes in SIZES[:2]:
+            value, name = secrets.token_bytes(nbytes), f"another of {nbytes}"
+            assert store.put(name, value) is PutOutcome.STORED
+            assert [store.get(name) for _ in range(3)] == [value] * 3
+            segment[segment.tobytes().index(value) + nbytes - 1] ^= 1
+            with pytest.raises(BlockCorrupt):
+                store.get(name)
+            assert store.get(name) is None
