@@ -13,6 +13,7 @@ only when etcd has said that its lease still runs.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from kvstore.discovery.etcd_records import (
     shards_key,
 )
 from kvstore.errors import EtcdUnavailable
+from transfer.errors import ControlError
 
 if TYPE_CHECKING:
     from configs.kvstore_masters import EtcdConfig
@@ -47,7 +49,7 @@ class Leader(Protocol):
         """Where it listens."""
 
     def lead(self, *, term: int, until_s: float) -> None:
-        """Begin to answer."""
+        """Begin to answer. Raises ControlError if that is not possible here now."""
 
     def confirm(self, until_s: float) -> None:
         """Go on answering."""
@@ -94,6 +96,8 @@ class Candidacy:
         self._ticked_s = 0.0
         self._agreed = False
         self._complaint: tuple[bytes | None, float] | None = None  # what was found, and when told
+        self._barred_until_s = -math.inf
+        self._barred_for = ""  # so that the log says it once
         self._closing = False
         self._awake = threading.Event()
         self._leads = threading.Event()
@@ -137,9 +141,11 @@ class Candidacy:
 
     def _campaign(self) -> float:
         """Try to lead; return how long to wait before the next try."""
+        asked_s = self._clock()
+        if asked_s < self._barred_until_s:  # our own record's end woke us
+            return self._barred_until_s - asked_s
         if not self._agree():
             return LOOK_S
-        asked_s = self._clock()
         lease = self._gateway.grant(self._config.lease_s)
         self._lease = lease
         value = msgspec.json.encode(LeaderRecord(self._leader.address))
@@ -148,10 +154,22 @@ class Candidacy:
             self._give_up_lease()
             return LOOK_S
         self._term, self._ticked_s = term, asked_s
-        self._leader.lead(term=term, until_s=asked_s + self._config.lease_s)
+        try:
+            self._leader.lead(term=term, until_s=asked_s + self._config.lease_s)
+        except ControlError as error:
+            # Its events' port is still that of another, say. Others may lead meanwhile.
+            self._bar(f"{self._leader.address} cannot lead {self._key}: {error}")
+            return LOOK_S
         self._leads.set()
         logger.info("%s leads %s, term %s", self._leader.address, self._key, term)
         return self._config.lease_s / 3
+
+    def _bar(self, problem: str) -> None:
+        """Give up what was won, and do not stand again before others could."""
+        level = logging.ERROR if problem != self._barred_for else logging.DEBUG
+        self._barred_for, self._barred_until_s = problem, self._clock() + LOOK_S
+        logger.log(level, "%s", problem)
+        self._give_up_lease()
 
     def _keep(self) -> float:
         asked_s = self._clock()

@@ -61,6 +61,7 @@ class Settlement:
         self._questions = RestQuestions(put_s)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        self._unasked: set[str] = set()  # the log says so already; for the thread that asks
         # Never changed, but replaced: it is read without the lock.
         self._local: dict[Writer, tuple[WritesUnderWay, Heed]] = {}
         self._leaders: dict[int, Leader] = {}  # by shard
@@ -109,6 +110,7 @@ class Settlement:
             self._leaders = {**self._leaders, record.shard: leader}
         if again:
             self._questions.renew(time.monotonic())
+            self._unasked.clear()
 
     def registered(self, shard: int, touched: Collection[int]) -> None:
         """One shard's master knows the segments; in the touched ones it places nothing yet."""
@@ -116,7 +118,7 @@ class Settlement:
         self._questions.registered(shard, writers, time.monotonic())
 
     def ask(self) -> list[News]:
-        """Ask those who have not answered; return what the masters are to be told."""
+        """Ask those who have not answered; return what the masters are to be told. One thread."""
         for question in self._questions.due(time.monotonic()):
             self._ask(question)
         return self._questions.news()
@@ -162,7 +164,10 @@ class Settlement:
             encode = encode_to_node if copies else encode_to_client
             self._engine.notify(writer.name, encode(note))
         except TransferError as error:
-            logger.info("%s cannot be asked whether it is at rest: %s", writer.name, error)
+            # Once for each: it is asked again and again, until its end is known.
+            level = logging.DEBUG if writer.name in self._unasked else logging.INFO
+            self._unasked.add(writer.name)
+            logger.log(level, "%s cannot be asked whether it is at rest: %s", writer.name, error)
 
     def _at_rest(self, question: Question) -> None:
         if self._questions.at_rest(*question):

@@ -1,6 +1,7 @@
 """Masters elected in a real etcd: who leads, who takes over, and what is known without etcd."""
 
 import secrets
+import socket
 import time
 
 import pytest
@@ -44,8 +45,8 @@ def gateway(config):
 class Master:
     """A master that stands for election, for one of one shards unless said otherwise."""
 
-    def __init__(self, config, *, shard=0, num_shards=1) -> None:
-        self.store = KVStoreConfig(request_timeout_s=WAIT_S)
+    def __init__(self, config, *, shard=0, num_shards=1, **knobs) -> None:
+        self.store = KVStoreConfig(request_timeout_s=WAIT_S, **knobs)
         self.server = MasterServer(self.store, secret=SECRET, standby=True)
         self.server.open()
         self.candidacy = Candidacy(config, shard, num_shards, self.server)
@@ -116,6 +117,23 @@ def test_shards_have_masters_of_their_own(config):
         assert one.candidacy.wait(WAIT_S)
         expected = [zero.server.address, one.server.address]
         until(lambda: [r.address for r in directory.masters()] == expected, "both")
+
+
+def test_who_cannot_lead_leaves_it_to_others_and_stands_again(config, caplog):
+    """The port of its events is taken, by a stopped predecessor on the same host, say."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        events = {"enabled": True, "endpoint": endpoint, "replay_endpoint": "tcp://127.0.0.1:*"}
+        with Master(config, events=events) as unable:
+            until(lambda: "cannot lead" in caplog.text, "it cannot lead, and says so")
+            with Master(config) as able:
+                assert able.candidacy.wait(WAIT_S)
+                assert not unable.candidacy.wait(0.0)
+                term = able.candidacy.term
+                taken.close()
+            assert unable.candidacy.wait(WAIT_S)
+            assert unable.candidacy.term > term
+    assert caplog.text.count("cannot lead") == 1
 
 
 def test_masters_that_count_shards_differently_do_not_lead(config):
