@@ -92,6 +92,10 @@ class MasterMachine(RuleBasedStateMachine):
             pin=m.Pin.HARD if pin else m.Pin.NONE,
         )
 
+    def is_there(self, key):
+        """For writers: what was reported is hidden from readers while its node is silent."""
+        return bool(self.master._catalog.copies(key))
+
     def living(self, node):
         """Ask the master without changing anything that the model follows."""
         return self.master._catalog.pool.node(node) is not None
@@ -120,8 +124,7 @@ class MasterMachine(RuleBasedStateMachine):
         self.batch += 1
         lengths = [data.draw(st.sampled_from([1, 64, 100, 200])) for _ in wanted]
         checksums = [data.draw(st.integers(0, 1)) for _ in wanted]
-        # What was reported lies hidden while its node is silent, and is there all the same.
-        before = {key: bool(self.master._catalog.copies(key)) for key in wanted}
+        before = {key: self.is_there(key) for key in wanted}
         request = self.request(client, wanted, lengths, checksums, pin)
         reply = self.tell(client, request)
         if reply is None:
@@ -247,7 +250,7 @@ class MasterMachine(RuleBasedStateMachine):
             m.Pin.HARD if pin else m.Pin.NONE, soon=soon,
         )  # fmt: skip
         self.step(m.Observe())
-        was_open, there = self.is_open(place), self.step(m.Exists([key])).flags[0]
+        was_open, there = self.is_open(place), self.is_there(key)
         holder = [put for put in self.open_puts() if put.key == key]
         reply = self.tell(place.client, request)
         if reply is None:
