@@ -23,7 +23,7 @@ EVEN = ExpertMap.even(num_layers=2, num_logical=5, ranks=[0, 1])
 @contextmanager
 def pair(
     *,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     layouts: Sequence[DispatchLayout] = (LAYOUT, LAYOUT),
     **config: object,
 ) -> Iterator[list[TransferDispatcher]]:
@@ -35,7 +35,7 @@ def pair(
         for engine, layout in zip(engines, layouts, strict=True)
     ]
     with engines[0], engines[1]:
-        engines[0].connect(engines[1].address, timeout_s=20)
+        engines[0].connect(engines[1].address, timeout_s=60)
         yield dispatchers
         for dispatcher in dispatchers:
             dispatcher.close()

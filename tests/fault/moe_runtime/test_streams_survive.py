@@ -36,7 +36,7 @@ ROUNDS = int(os.environ.get("MOE_RUNTIME_KILL_ROUNDS", "1"))
 MAX_TOKENS = 120
 NUM_STREAMS = 8
 
-pytestmark = pytest.mark.timeout(240 + 180 * ROUNDS)
+pytestmark = pytest.mark.timeout(420 + 180 * ROUNDS)
 
 
 @pytest.fixture(scope="module")

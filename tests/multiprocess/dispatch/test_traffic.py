@@ -38,7 +38,7 @@ def check_traffic(board: Board, backend: TransferBackend, seed: int) -> int:
             mine.layout = dataclasses.replace(LAYOUT, **change)
             mine.dispatcher = TransferDispatcher(
                 mine.engine,
-                DispatchConfig(pass_timeout_s=20.0, window_slack=9.0),
+                DispatchConfig(pass_timeout_s=60.0, window_slack=9.0),
                 layout=mine.layout,
             )
             placed = draw_map(LAYOUT, ranks, torch.Generator().manual_seed(seed + epoch))

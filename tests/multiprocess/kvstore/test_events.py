@@ -21,6 +21,7 @@ from configs.kv_events import KVEventsConfig
 from configs.schema import KVStoreConfig
 from kvstore import MasterServer
 from kvstore.wire import messages as m
+from tests.support.waits import eventually
 
 WAIT_S = 90.0
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "kvstore.md"
@@ -31,6 +32,8 @@ class Follower:
     """A subscriber process; `await_held` reads its lines."""
 
     def __init__(self, stack, events, secret, *, topic="kv-events", hwm=1000):
+        # What was said before it came it gets by a replay: nothing of that may be on its way.
+        eventually(lambda: not events._queue, "what was said before is published")
         module = "tests.support.event_subscriber"
         endpoints = (events.endpoint, events.replay_endpoint)
         self.process = subprocess.Popen(
@@ -208,6 +211,7 @@ def test_the_subscriber_of_the_document_runs(stack):
         block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "zmq.SUB" in block
     )
     events = pool.server.events
+    eventually(lambda: not events._queue, "what was said before is published")
     process = subprocess.Popen(
         [sys.executable, "-c", program, events.endpoint, events.replay_endpoint],
         stdout=subprocess.PIPE,
@@ -220,8 +224,8 @@ def test_the_subscriber_of_the_document_runs(stack):
     pool.put(secrets.token_bytes(16))
     assert process.stdout.readline().endswith(" 6001 blocks\n")
     pool.ask(m.Leave("a"))
-    while not process.stdout.readline().endswith(" 0 blocks\n"):  # two batches
-        pass
+    while not (line := process.stdout.readline()).endswith(" 0 blocks\n"):  # two batches
+        assert line, "it has ended"
 
 
 def test_who_does_not_read_answers_gets_no_more_and_holds_up_nobody(stack, caplog):

@@ -101,7 +101,7 @@ async def run(url: str, wanted: list[Stream]) -> list[str]:
         return await run_all(client, wanted)
 
 
-@pytest.mark.timeout(300)  # three runs of a served model, and eight processes to start
+@pytest.mark.timeout(600)  # three runs of a served model, and eight processes to start
 def test_masters_elsewhere_are_killed_and_come_back(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
