@@ -124,6 +124,8 @@ class MasterCluster:
             "open_put_s": 20.0,
             "lease_s": 60.0,
             "scrub": {"enabled": False},  # as in `store_pool.Pool`
+            # Nodes of a machine that stands still for some seconds tell a new master late.
+            "masters": {"rebuild_s": 10.0},
         }
         self.config = KVStoreConfig(**{**defaults, **knobs})
         self.secret = secrets.token_bytes(16)

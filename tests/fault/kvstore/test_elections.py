@@ -34,7 +34,7 @@ def cluster(etcd):
         etcd=EtcdConfig(
             endpoints=(etcd.endpoint,), prefix=f"/{secrets.token_hex(8)}", lease_s=LEASE_S
         ),
-        rebuild_s=1.0,
+        rebuild_s=10.0,
     )
     with ExitStack() as stack:
         made = MasterCluster(stack, masters=masters, heartbeat_s=0.2)

@@ -169,7 +169,7 @@ def test_a_caller_that_drips_is_cut_off_at_the_deadline() -> None:
                     sock.send(bytes([byte]))
                     time.sleep(0.02)
             assert 0.3 < time.monotonic() - started < SOON_S
-        eventually(lambda: engine.statistics().refused_handshakes == 1, "counted")
+        eventually(lambda: engine.statistics().refused_handshakes >= 1, "counted")
 
 
 def meet_again_and_again(board: Board, backend: str, times: int) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def test_who_falls_silent_is_cut_off(begin: Callable[[socket.socket], socket.soc
                 while sock.recv(1000):
                     pass
             assert 0.3 < time.monotonic() - started < SOON_S / 2
-        eventually(lambda: engine.statistics().refused_handshakes == 1, "counted")
+        eventually(lambda: engine.statistics().refused_handshakes >= 1, "counted")
 
 
 def test_an_owner_that_falls_silent_in_the_tls_handshake_is_given_up() -> None:
@@ -158,7 +158,7 @@ def test_who_sits_in_the_middle_with_a_certificate_is_found_out(
             assert name.encode() in middle.read, "it did sit in the middle"
         for private in (caller._rendezvous.facts.local_socket, called.address):
             assert private.encode() not in middle.read
-        eventually(lambda: called.statistics().refused_handshakes == 1, "refused")
+        eventually(lambda: called.statistics().refused_handshakes >= 1, "refused")
         assert caller.peers() == called.peers() == ()
 
 

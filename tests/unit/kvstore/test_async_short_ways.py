@@ -16,6 +16,7 @@ import pytest
 from configs.schema import TransferBackend, TransferConfig
 from kvstore import AsyncStore, MasterServer, MasterUnavailable, PutOutcome, RegionPiece
 from kvstore.client.near_question import NearQuestion
+from kvstore.wire.master_link import ATTEMPT_S
 from tests.support.store_pool import WAIT_S, Pool
 from tests.support.waits import eventually
 from transfer import allocate
@@ -98,10 +99,15 @@ def test_a_hot_value_is_read_without_a_request_and_a_put_takes_one(stack, monkey
             near, _ = asked.take()
             assert near.count("Lookup") <= 1
             assert pool.store.client.statistics().hot_blocks >= 38
-            fresh = {secrets.token_bytes(16): secrets.token_bytes(4096) for _ in range(50)}
-            outcomes = await asyncio.gather(*(aio.put(k, v) for k, v in fresh.items()))
-            assert set(outcomes) == {STORED}
-            near, far = asked.take()
+            took_s = ATTEMPT_S
+            while took_s >= ATTEMPT_S:  # what took so long was asked again, and rightly so
+                fresh = {secrets.token_bytes(16): secrets.token_bytes(4096) for _ in range(50)}
+                asked.take()
+                began_s = time.monotonic()
+                outcomes = await asyncio.gather(*(aio.put(k, v) for k, v in fresh.items()))
+                took_s = time.monotonic() - began_s
+                assert set(outcomes) == {STORED}
+                near, far = asked.take()
             assert near.count("Store") + far.count("Store") == 50
             assert near.count("Store") >= 50 - masters
             assert "Allocate" not in near + far

@@ -68,7 +68,7 @@ def test_garbage_and_silence_are_refused_and_counted(engine: TransferEngine, loc
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1000) == b""
         sock.close()
-    eventually(lambda: engine.statistics().refused_handshakes == len(garbage), "counted")
+    eventually(lambda: engine.statistics().refused_handshakes >= len(garbage), "counted")
     assert engine.peers() == ()
     with new_engine("tcp") as other:
         assert other.connect(engine.address).alive, "it still serves"
@@ -90,7 +90,7 @@ def test_without_the_secret_nothing_is_learnt(engine: TransferEngine) -> None:
     for told in (engine.address, engine._rendezvous.facts.local_socket, "shared"):
         assert told.encode() not in heard
     assert len(heard) < 100, "a name and a nonce"
-    eventually(lambda: engine.statistics().refused_handshakes == 1, "counted")
+    eventually(lambda: engine.statistics().refused_handshakes >= 1, "counted")
 
 
 def test_engines_of_two_clusters_do_not_meet(engine: TransferEngine) -> None:

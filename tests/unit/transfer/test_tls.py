@@ -156,7 +156,7 @@ def test_callers_without_a_good_certificate_are_refused(
                 pytest.raises(ssl.SSLError, match=f"(?i){why.replace(' ', '.')}"),
             ):
                 sock.recv(100)
-        eventually(lambda: engine.statistics().refused_handshakes == len(cases), "counted")
+        eventually(lambda: engine.statistics().refused_handshakes >= len(cases), "counted")
         assert engine.peers() == ()
 
 
@@ -206,7 +206,7 @@ def test_an_engine_with_tls_and_one_without_do_not_meet(
         why = "before it spoke TLS" if encrypted_calls else "speaks TLS only"
         with pytest.raises(HandshakeRefused, match=why):
             caller.connect(called.address, timeout_s=SOON_S)
-        eventually(lambda: called.statistics().refused_handshakes == 1, "counted")
+        eventually(lambda: called.statistics().refused_handshakes >= 1, "counted")
 
 
 def test_members_of_two_clusters_with_one_authority_do_not_meet(authority: Authority) -> None:
