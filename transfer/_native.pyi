@@ -33,26 +33,35 @@ def process_vm_read(
     lengths: Ints,
     /,
 ) -> int: ...
-def file_calls(
-    fd: int,
-    writes: bool,
-    block: int,
-    file_bytes: int,
-    deadline_ns: int,
-    next_call: Ints,
-    crowded: Ints,
-    turn_bytes: int,
-    memory: int,
-    offsets: Ints,
-    lengths: Ints,
-    bounds: Ints,
-    lows: Ints,
-    /,
-) -> tuple[int, int, int]: ...
 def progress(
     lanes: Sequence[Lane], timeout_s: float, /
 ) -> list[tuple[object, int, tuple[int, int, int] | None]]: ...
 def num_urgent() -> int: ...
+
+class CallLine:
+    def __init__(self, num_threads: int) -> None: ...
+    def put(
+        self,
+        number: int,
+        fd: int,
+        writes: bool,
+        block: int,
+        file_bytes: int,
+        deadline_ns: int,
+        memory: int,
+        offsets: Ints,
+        lengths: Ints,
+        bounds: Ints,
+        lows: Ints,
+        highs: Ints,
+        /,
+    ) -> None: ...
+    def take(self, lane: int, /) -> tuple[int, int, int, int] | None: ...
+    def stop(self, number: int, /) -> bool: ...
+    def call(self) -> None: ...
+    def close(self) -> None: ...
+    def hold(self, low: int, high: int, deadline_ns: int, /) -> bool: ...
+    def let_go(self, low: int, high: int, /) -> None: ...
 
 class Lane:
     urgent: bool

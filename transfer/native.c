@@ -40,6 +40,7 @@
 #include "compiled/arguments.c"
 #include "compiled/copies.c"
 #include "compiled/file_calls.c"
+#include "compiled/call_line.c"
 #include "compiled/stream.c"
 #include "compiled/look.c"
 #include "compiled/courtesy.c"
@@ -66,7 +67,6 @@ static PyMethodDef methods[] = {
     FAST(copy_pieces),
     FAST(process_vm_write),
     FAST(process_vm_read),
-    FAST(file_calls),
     FAST(progress),
     {"num_urgent", num_urgent, METH_NOARGS, num_urgent_doc},
     {NULL, NULL, 0, NULL},
@@ -85,7 +85,7 @@ PyMODINIT_FUNC PyInit__native(void)
     static PyTypeObject *const types[] = {&lane_type,    &rail_load_type, &books_type,
                                           &message_type, &short_way_type, &server_type,
                                           &local_line_type, &local_callers_type, &mapped_window_type,
-                                          &mapped_copy_type};
+                                          &mapped_copy_type, &call_line_type};
     if (!make_names())
         return NULL;
     PyObject *module = PyModule_Create(&definition);

@@ -11,7 +11,7 @@ from transfer.backends import direct_io, file_calls, file_work
 
 def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have slabs call `os.preadv` and `os.pwritev`, as they do without the compiled part."""
-    monkeypatch.setattr(file_calls, "compiled_calls", None)
+    monkeypatch.setattr(file_calls, "compiled", False)
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, call: Callable[..., None], *, writes: bool) -> None:

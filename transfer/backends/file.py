@@ -30,6 +30,7 @@ import torch
 
 from configs.schema import DirectIO, FileConfig, SyncPolicy
 from transfer.backends.block_locks import BlockLocks
+from transfer.backends.call_queue import CallQueue
 from transfer.backends.direct_io import (
     BLOCK_BYTES,
     AlignedBuffer,
@@ -42,7 +43,6 @@ from transfer.backends.file_work import FileAccess, ReadWork, SyncWork, WriteWor
 from transfer.errors import StorageBusy, StorageFailed, StorageFull
 from transfer.memory.region import Bytes, as_bytes
 from transfer.pieces import Ints, IntsLike, Pieces, make_pieces, out_of_bounds
-from transfer.storage.batch_queue import BatchQueue
 from transfer.storage.storage import Done, Waiter
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class FileSlab:
         )
         self._file_bytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         self._access: FileAccess | None = None
-        self._queue: BatchQueue | None = None
+        self._queue: CallQueue | None = None
 
     def open(self) -> Self:
         """Open or make the file, lock it, start the threads.
@@ -114,6 +114,14 @@ class FileSlab:
             os.close(fd)
             raise
         config = self._config
+        self._queue = CallQueue(
+            str(self.path),
+            threads=config.threads,
+            queued_max=config.queued_max,
+            turn_bytes=config.io_bytes,
+            backend="file",
+            closed=_not_open,
+        )
         self._access = FileAccess(
             fd=fd,
             path=str(self.path),
@@ -121,14 +129,7 @@ class FileSlab:
             alignment=self.alignment,
             locks=BlockLocks(),
             buffers=tuple(AlignedBuffer(config.io_bytes) for _ in range(config.threads)),
-        )
-        self._queue = BatchQueue(
-            str(self.path),
-            threads=config.threads,
-            queued_max=config.queued_max,
-            turn_bytes=config.io_bytes,
-            backend="file",
-            closed=_not_open,
+            line=self._queue.line,
         )
         self._queue.open()
         _open_slabs.add(self)
@@ -231,7 +232,11 @@ class FileSlab:
         work = self._read_work(
             access, target, pieces.target_offsets, pieces.source_offsets, pieces.lengths, deadline
         )
-        queue.submit(work.whole_calls() or work, "read", deadline, done, wait=wait)
+        calls = work.whole_calls()
+        if calls is not None:
+            queue.submit_calls(calls, "read", deadline, done, wait=wait)
+        else:
+            queue.submit(work, "read", deadline, done, wait=wait)
 
     def store(self, source: Bytes, pieces: Pieces, deadline: float, done: Done) -> None:
         """Write pieces without waiting; see `Storage.store`. Waits for room in the queue."""
@@ -242,9 +247,13 @@ class FileSlab:
         work = self._write_work(
             access, source, pieces.source_offsets, pieces.target_offsets, pieces.lengths, deadline
         )
-        queue.submit(work.whole_calls() or work, "write", deadline, done)
+        calls = work.whole_calls()
+        if calls is not None:
+            queue.submit_calls(calls, "write", deadline, done)
+        else:
+            queue.submit(work, "write", deadline, done)
 
-    def _opened(self, operation: str) -> tuple[BatchQueue, FileAccess]:
+    def _opened(self, operation: str) -> tuple[CallQueue, FileAccess]:
         queue, access = self._queue, self._access
         if queue is None or access is None:
             raise _not_open(str(self.path), operation)

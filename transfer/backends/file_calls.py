@@ -1,7 +1,7 @@
-"""Batches whose calls work on the caller's memory itself: taken by the threads of a slab in C.
+"""Batches whose calls work on the caller's memory itself: made by the threads of a slab in C.
 
-Nothing is done per call but the call: no buffer, no edges to be read. So a thread that takes such
-a batch goes on with it, without the interpreter, until no call is left that nobody has taken:
+Nothing is done per call but the call: no buffer, no edges to be read. So the threads need no
+interpreter for them (see `call_queue`); where nothing is compiled they take them here:
 
     calls     |  0  |  1  |  2  |  3  |  4  |  5  |  6  |
     threads      a     b     c     a     c     b  ^ the next one, for whoever is ready first
@@ -25,13 +25,14 @@ from transfer.pieces import Ints
 from transfer.storage.batch_queue import SharedWork
 
 if TYPE_CHECKING:
+    from transfer._native import CallLine
     from transfer.backends.file_work import FileAccess
 
-OK, FAILED, ENDED, CUT, LATE = range(5)
+OK, FAILED, ENDED, CUT, LATE, STOPPED = range(6)
 TURN_CALLS: Final = 4  # of the largest size, while other batches wait
 
-# None: the calls are made in Python, where tests make them fail.
-compiled_calls = None if native.compiled is None else native.compiled.file_calls
+# False: the calls are made in Python, where tests make them fail.
+compiled = native.compiled is not None
 _in_python: Final = threading.Lock()
 
 
@@ -78,8 +79,22 @@ class WholeCalls(SharedWork):
         """See `SharedWork.stop`."""
         self._next[0] = len(self._extents)
 
+    @property
+    def are_compiled(self) -> bool:
+        """Whether a line may make them."""
+        return compiled
+
+    def join(self, line: CallLine, number: int) -> None:
+        """Have them made by the threads of a line; this object must stay until they have ended."""
+        access, extents = self._access, self._extents
+        line.put(
+            number, access.fd, self._writes, access.alignment.block, access.file_bytes,
+            min(int(self._deadline * 1e9), (1 << 63) - 1), self._start, extents.memory_offsets,
+            extents.lengths, extents.bounds, extents.lows, extents.highs,
+        )  # fmt: skip
+
     def run(self, lane: int, crowded: Ints) -> None:
-        """Take calls. Raises as `Work.perform`."""
+        """Take calls, in Python. Raises as `Work.perform`."""
         access = self._access
         if not self._writes:
             self._take_calls(crowded)
@@ -93,21 +108,7 @@ class WholeCalls(SharedWork):
             access.locks.release_all(held)
 
     def _take_calls(self, crowded: Ints) -> None:
-        turn_bytes = TURN_CALLS * len(self._access.buffers[0].array)
-        if compiled_calls is None:
-            self._take_in_python(crowded, turn_bytes)
-            return
-        access, extents = self._access, self._extents
-        outcome, at, detail = compiled_calls(
-            access.fd, self._writes, access.alignment.block, access.file_bytes,
-            min(int(self._deadline * 1e9), (1 << 63) - 1), self._next, crowded, turn_bytes,
-            self._start, extents.memory_offsets, extents.lengths, extents.bounds, extents.lows,
-        )  # fmt: skip
-        if outcome != OK:
-            raise self._error(outcome, at, detail)
-
-    def _take_in_python(self, crowded: Ints, turn_bytes: int) -> None:
-        moved = 0
+        turn_bytes, moved = TURN_CALLS * len(self._access.buffers[0].array), 0
         while moved < turn_bytes or not crowded[0]:
             with _in_python:
                 index = int(self._next[0])
@@ -116,7 +117,8 @@ class WholeCalls(SharedWork):
                 return
             moved += self._call(index)
 
-    def _error(self, outcome: int, at: int, detail: int) -> TransferError:
+    def error(self, outcome: int, at: int, detail: int) -> TransferError:
+        """Return what a line says of them as an error."""
         access, operation = self._access, self._operation
         if outcome == LATE:
             return TransferTimeout(access.path, operation, backend="file")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from transfer.memory.small_pages import small_pages
 from transfer.native import copy_pieces
 from transfer.pieces import Ints
 
+if TYPE_CHECKING:
+    from transfer._native import CallLine
+
 # Larger calls go by way of our buffer if the caller's memory has small pages; see there.
 BOUNCED_BYTES_MIN: Final = 128 << 10
 
@@ -40,6 +43,7 @@ class FileAccess:
         alignment: what every call keeps to.
         locks: of its blocks.
         buffers: one for each thread, as large as the largest extent.
+        line: compiled calls that are made beside; None where there are none.
     """
 
     fd: int
@@ -48,6 +52,7 @@ class FileAccess:
     alignment: Alignment
     locks: BlockLocks
     buffers: tuple[AlignedBuffer, ...]
+    line: CallLine | None = None
 
 
 class _ExtentWork:
@@ -172,9 +177,22 @@ class WriteWork(_ExtentWork):
         if not access.locks.acquire(first, last, alone=alone, deadline=self._deadline):
             raise TransferTimeout(access.path, "write", backend="file")
         try:
-            self._write(index, lane)
+            if alone and access.line is not None:
+                self._write_alone(access.line, index, lane)
+            else:
+                self._write(index, lane)
         finally:
             access.locks.release(first, last, alone=alone)
+
+    def _write_alone(self, line: CallLine, index: int, lane: int) -> None:
+        """Write one while no call of the line does, whatever waits there."""
+        low, high = self._lows[index], self._highs[index]
+        if not line.hold(low, high, min(int(self._deadline * 1e9), (1 << 63) - 1)):
+            raise TransferTimeout(self._access.path, "write", backend="file")
+        try:
+            self._write(index, lane)
+        finally:
+            line.let_go(low, high)
 
     def _write(self, index: int, lane: int) -> None:
         access, low = self._access, self._lows[index]

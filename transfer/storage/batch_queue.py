@@ -171,7 +171,7 @@ class BatchQueue:
                 if batch.shared is not None:
                     batch.shared.stop()
             idle = [batch for batch in waiting if not batch.running]
-            self._work.notify_all()
+            idle += self._stop()
             self._room.notify_all()
         for batch in idle:
             self._end(batch)
@@ -204,50 +204,70 @@ class BatchQueue:
             TransferTimeout: no room; nothing was begun.
         """
         batch = Batch(work, operation, deadline, done)
-        started = time.monotonic()
         with self._lock:
-            while not self._closed and len(self._alive) >= self._queued_max:
-                remaining = deadline - time.monotonic() if wait else 0.0
-                if remaining <= 0 or not self._room.wait(remaining):
-                    elapsed_s = time.monotonic() - started
-                    raise TransferTimeout(
-                        self._name, operation, backend=self._backend, elapsed_s=elapsed_s
-                    )
-            if self._closed:
-                raise self._closed_error(self._name, operation)
-            self._alive.add(batch)
-            self._crowded[0] = len(self._alive) > 1
+            self._admit(batch, wait=wait)
             self._waiting.append(batch)
-            self._work.notify()
+            self._wake()
 
     @property
     def num_alive(self) -> int:
         """Batches that wait or run."""
         return len(self._alive)
 
-    def _run(self, lane: int) -> None:
-        while (turn := self._take()) is not None:
-            batch, first, end = turn
-            error: TransferError | None = None
-            try:
-                if batch.goes_on and batch.shared is not None:
-                    batch.shared.run(lane, self._crowded)
-                for index in range(first, end):
-                    batch.work.perform(index, lane)
-            except TransferError as caught:
-                error = caught
-            except Exception as caught:
-                # A bug must not leave the caller waiting for a thread that is gone.
-                logger.exception("an operation on %s failed unexpectedly", self._name)
-                error = StorageFailed(self._name, batch.operation, repr(caught))
-            self._after_turn(batch, error)
-            del turn, batch, error  # a waiting thread keeps no memory of others alive
+    def _admit(self, batch: Batch, *, wait: bool) -> None:
+        """Count a batch in, once there is room for it. Under the lock. Raises as `submit`."""
+        started = time.monotonic()
+        while not self._closed and len(self._alive) >= self._queued_max:
+            remaining = batch.deadline - time.monotonic() if wait else 0.0
+            if remaining <= 0 or not self._room.wait(remaining):
+                elapsed_s = time.monotonic() - started
+                raise TransferTimeout(
+                    self._name, batch.operation, backend=self._backend, elapsed_s=elapsed_s
+                )
+        if self._closed:
+            raise self._closed_error(self._name, batch.operation)
+        self._alive.add(batch)
+        self._crowded[0] = len(self._alive) > 1
 
-    def _take(self) -> tuple[Batch, int, int] | None:
-        """The next steps to take; None at the end. An overdue batch gets none."""
+    def _wake(self) -> None:
+        """Have a thread look for a batch. Under the lock."""
+        self._work.notify()
+
+    def _stop(self) -> list[Batch]:
+        """Have all threads look that we are closed; return what ended by that. Under the lock."""
+        self._work.notify_all()
+        return []
+
+    def _run(self, lane: int) -> None:
+        while self._take_turn(lane):
+            pass
+
+    def _take_turn(self, lane: int, *, wait: bool = True) -> bool:
+        """Take the next steps; False if there are none: at the end, or now if not to `wait`."""
+        turn = self._take(wait)
+        if turn is None:
+            return False
+        batch, first, end = turn
+        error: TransferError | None = None
+        try:
+            if batch.goes_on and batch.shared is not None:
+                batch.shared.run(lane, self._crowded)
+            for index in range(first, end):
+                batch.work.perform(index, lane)
+        except TransferError as caught:
+            error = caught
+        except Exception as caught:
+            # A bug must not leave the caller waiting for a thread that is gone.
+            logger.exception("an operation on %s failed unexpectedly", self._name)
+            error = StorageFailed(self._name, batch.operation, repr(caught))
+        self._after_turn(batch, error)
+        return True
+
+    def _take(self, wait: bool) -> tuple[Batch, int, int] | None:
+        """The next steps to take; None if there are none. An overdue batch gets none."""
         with self._lock:
             while not self._waiting:
-                if self._closed:
+                if self._closed or not wait:
                     return None
                 self._work.wait()
             batch = self._waiting.popleft()
@@ -263,7 +283,7 @@ class BatchQueue:
                 left = 0 if batch.shared is None else batch.shared.left - batch.running - 1
                 if batch.next < total or left > 0:
                     self._waiting.append(batch)
-                    self._work.notify()
+                    self._wake()
             batch.running += 1
             return batch, first, batch.next
 
@@ -286,6 +306,7 @@ class BatchQueue:
         waits = batch in self._waiting
         if batch.goes_on and not waits and not self._closed:
             self._waiting.append(batch)
+            self._wake()
         elif waits and not batch.goes_on:
             self._waiting.remove(batch)
 

@@ -15,6 +15,7 @@ from tests.support.sanitized import ADDRESS, THREAD, Sanitized
 TESTS = (
     "tests/unit/transfer/test_native.py",
     "tests/unit/transfer/test_file_calls.py",
+    "tests/unit/transfer/test_call_line.py",
     "tests/unit/transfer/test_lanes.py",
     "tests/unit/transfer/test_express.py",
     "tests/unit/transfer/test_mapped_copies.py",

@@ -16,7 +16,7 @@ import torch
 
 from configs.schema import FileConfig
 from tests.support.disk_calls import in_python
-from transfer import StorageFailed, TransferTimeout, native
+from transfer import StorageFailed, TransferError, TransferTimeout, native
 from transfer.backends import file_calls
 from transfer.backends.direct_io import AlignedBuffer
 from transfer.backends.file import FileSlab
@@ -50,15 +50,20 @@ def slab(tmp_path: Path):
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many batches were taken this way, by threads."""
+    """Which threads took batches in Python, or the numbers of those that a line was given."""
     lanes: list[int] = []
-    plain = WholeCalls.run
+    run, join = WholeCalls.run, WholeCalls.join
 
-    def run(self: WholeCalls, lane: int, crowded: np.ndarray) -> None:
+    def taken_in_python(self: WholeCalls, lane: int, crowded: np.ndarray) -> None:
         lanes.append(lane)
-        plain(self, lane, crowded)
+        run(self, lane, crowded)
 
-    monkeypatch.setattr(WholeCalls, "run", run)
+    def joined(self: WholeCalls, line: object, number: int) -> None:
+        lanes.append(number)
+        join(self, line, number)
+
+    monkeypatch.setattr(WholeCalls, "run", taken_in_python)
+    monkeypatch.setattr(WholeCalls, "join", joined)
     return lanes
 
 
@@ -121,7 +126,7 @@ def test_a_call_that_fails_says_where_and_why(slab: FileSlab, taken: list[int]) 
     with pytest.raises((StorageFailed, TypeError)) as caught:
         waiter.wait()
     assert taken
-    if file_calls.compiled_calls is not None:
+    if file_calls.compiled:
         assert isinstance(caught.value, StorageFailed)
         assert caught.value.errno == errno.EFAULT
         assert caught.value.offset % CALL == 0
@@ -131,20 +136,16 @@ def test_a_call_that_fails_says_where_and_why(slab: FileSlab, taken: list[int]) 
 
 def test_nothing_is_begun_after_the_deadline(slab: FileSlab) -> None:
     memory, offsets = memory_of(NUM), np.arange(NUM) * CALL
-    pieces = make_pieces(offsets, offsets, CALL)
-    access = slab._opened("write")[1]
-    work = slab._write_work(
-        access, memory.numpy(), pieces.source_offsets, pieces.target_offsets, pieces.lengths,
-        time.monotonic() - 0.001,
-    )  # fmt: skip
-    calls = work.whole_calls()
-    assert calls is not None
+    late = time.monotonic() - 0.001
+    waiter = Waiter("slab", "write", time.monotonic() + 30.0)
+    slab.store(memory.numpy(), make_pieces(offsets, offsets, CALL), late, waiter.end)
     with pytest.raises(TransferTimeout):
-        calls.run(0, np.zeros(1, dtype=np.int64))
+        waiter.wait()
     assert not read_back(slab).any()
 
 
 def test_a_turn_is_over_when_others_wait(slab: FileSlab) -> None:
+    """In Python; `test_call_line` has that of compiled calls."""
     memory, offsets = memory_of(NUM), np.arange(NUM) * CALL
     pieces = make_pieces(offsets, offsets, CALL)
     access = slab._opened("write")[1]
@@ -211,6 +212,46 @@ def test_neighbours_of_whole_blocks_lose_nothing(slab: FileSlab) -> None:
     found = read_back(slab)[: NUM * CALL].reshape(-1, CALL)
     assert np.array_equal(found[::2], memory.numpy()[: NUM * CALL].reshape(-1, CALL)[::2])
     assert not found[1::2].any(), "nobody wrote there"
+
+
+def test_parts_of_blocks_wait_for_no_batch_that_waits_for_them(slab: FileSlab) -> None:
+    """More writes of parts than the slab has threads, all in what whole batches write over."""
+    memory, zeros, failures = memory_of(NUM), np.zeros(100, dtype=np.uint8), []
+    offsets = np.arange(NUM) * CALL
+
+    def write_parts() -> None:
+        deadline = time.monotonic() + 60.0
+        waiters = [Waiter("slab", "write", deadline) for _ in range(4)]
+        for waiter in waiters:
+            place = random.randrange(NUM) * CALL + 7
+            slab.store(zeros, make_pieces(0, place, 100), deadline, waiter.end)
+        for waiter in waiters:
+            waiter.wait()
+
+    def write(whole: bool) -> None:
+        try:
+            for _ in range(20):
+                if whole:
+                    slab.write(memory, offsets, offsets, CALL, timeout_s=60.0)
+                else:
+                    write_parts()
+        except TransferError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(i % 2 == 0,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    found = read_back(slab)[: NUM * CALL].reshape(-1, CALL)
+    wanted = memory.numpy().reshape(-1, CALL)
+    assert np.array_equal(found[:, 107:], wanted[:, 107:])
+    assert np.array_equal(found[:, :7], wanted[:, :7])
+    part, cleared = found[:, 7:107], np.zeros(100, dtype=np.uint8)
+    assert all(
+        (p == w).all() or (p == cleared).all() for p, w in zip(part, wanted[:, 7:107], strict=True)
+    )
 
 
 def test_a_slab_that_is_closed_ends_what_is_under_way(slab: FileSlab) -> None:
