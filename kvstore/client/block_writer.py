@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -31,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
 NOTHING: Final = np.zeros(0, dtype=np.int64)
-# Of what goes to a disk of another process: it begins with a little, while the rest is asked for;
-# so much is asked for at a time by whoever calls, and its node is told meanwhile of what is there.
-FIRST_BYTES: Final = 4 << 20
+# Of what goes to a disk: it begins with a little, while the rest is asked for; so much is asked for
+# at a time, and the node and the master are told of what is there while the next is written.
+FIRST_BYTES: Final = 8 << 20
 PORTION_BYTES: Final = 16 << 20
 
 
@@ -61,6 +62,44 @@ class _UnderWay:
     transfers: list[Transfer]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Begun:
+    """Granted copies that are being written, row i copy `i % replicas` of block `i // replicas`.
+
+    Attributes:
+        source: The blocks.
+        granted: Where they go.
+        replicas: Copies of each block.
+        offsets: [rows] int64, of each in its segment.
+        under_way: What has not been waited for, in the order in which it is: portions of a segment
+            from the last of its rows to the first.
+        result: What became of all others.
+    """
+
+    source: Source
+    granted: Allocated
+    replicas: int
+    offsets: Ints
+    under_way: deque[_UnderWay] = field(default_factory=deque)
+    result: WriteResult = field(default_factory=WriteResult)
+
+    @classmethod
+    def of(cls, source: Source, granted: Allocated) -> Begun:
+        """Nothing is under way yet."""
+        return cls(
+            source=source,
+            granted=granted,
+            # A master that knows no replicas grants one row per block.
+            replicas=max(1, len(granted.node_idx) // source.num_blocks),
+            offsets=np.array(granted.offsets, dtype=np.int64),
+        )
+
+    @property
+    def in_portions(self) -> bool:
+        """Whether several are under way in one segment."""
+        return len({(p.where.node, p.where.segment) for p in self.under_way}) < len(self.under_way)
+
+
 class BlockWriter:
     """One-sided writes: one transfer per segment and region, all at once. Thread-safe.
 
@@ -73,50 +112,66 @@ class BlockWriter:
         self._engine = engine
         self._segments = segments
 
-    def write(
+    def begin(
         self,
-        source: Source,
-        granted: Allocated,
+        begun: Begun,
         write: WriteUnderWay,
         *,
-        replicas: int,
         reach_s: float,
         deadline_s: float,
-    ) -> Steps[WriteResult]:
-        """Write the granted copies: row i is copy `i % replicas` of block `i // replicas`.
+        rows: slice = slice(None),
+    ) -> Steps[None]:
+        """Begin to write granted copies, or some of them.
 
-        Checksums that are not known yet come with the copy into mapped memory; others are taken
-        while the transfers are under way. Each node also learns what it holds now, before the
-        master does: a node that knows of a block too many is harmless, one too few would lose it
-        with the master. A node that has offered no key by `reach_s` is not waited for longer.
+        Checksums that are not known yet come with the copy into mapped memory. A node that has
+        offered no key by `reach_s` is not waited for longer. Until `end` has ended what is under
+        way, the bytes must stay as they are.
         """
-        node_idx = np.array(granted.node_idx, dtype=np.int64)
-        offsets = np.array(granted.offsets, dtype=np.int64)
-        result = WriteResult()
+        source, result, under_way = begun.source, begun.result, list[_UnderWay]()
+        node_idx = np.array(begun.granted.node_idx[rows], dtype=np.int64)
         yield from work(source.pieces.nbytes)
-        under_way: list[_UnderWay] = []
-        for index, where in enumerate(granted.nodes):
-            rows = np.flatnonzero(node_idx == index)
+        for index, where in enumerate(begun.granted.nodes):
+            theirs = np.flatnonzero(node_idx == index) + (rows.start or 0)
+            if not len(theirs):
+                continue
             try:
                 key = self._segments.known(where)
                 if key is None:
                     key = yield from reach(where, reach_s)
             except NodeUnreachable as error:
                 self._lose(where, error, result)
-                result.aborted += rows.tolist()
-                result.unreached += rows.tolist()
+                result.aborted += theirs.tolist()
+                result.unreached += theirs.tolist()
                 continue
             if not write.may_start((where.node, where.segment)):
-                result.aborted += rows.tolist()
-                result.void += rows.tolist()
+                result.aborted += theirs.tolist()
+                result.void += theirs.tolist()
                 continue
             under_way += self._begin(
-                source, where, key, rows, offsets, replicas, result, deadline_s=deadline_s
-            )
-        yield from _sum_up(source, [written.rows // replicas for written in under_way])
-        for written in under_way:
-            yield from self._end(source, written, offsets, replicas, result)
-        return result
+                source, where, key, theirs, begun.offsets, begun.replicas, result,
+                deadline_s=deadline_s,
+            )  # fmt: skip
+        begun.under_way.extend(sorted(under_way, key=_first_row, reverse=True))
+
+    def sum_up(self, begun: Begun) -> Steps[None]:
+        """Take the checksums that nobody has yet, while the transfers are under way."""
+        source = begun.source
+        if source.sums.complete or not begun.under_way:
+            return
+        blocks = [written.rows // begun.replicas for written in begun.under_way]
+        missing = source.sums.missing(np.concatenate(blocks))
+        if len(missing):
+            yield from work(int(source.lengths[missing].sum()))
+            source.sums.meet(missing, source.sum_up(missing))
+
+    def end(self, begun: Begun) -> Steps[None]:
+        """Wait for the next that is under way, and tell its node what it holds now.
+
+        It learns so before the master does: a node that knows of a block too many is harmless, one
+        too few would lose it with the master.
+        """
+        written = begun.under_way.popleft()
+        yield from self._end(begun.source, written, begun.offsets, begun.replicas, begun.result)
 
     def _begin(
         self,
@@ -130,10 +185,10 @@ class BlockWriter:
         *,
         deadline_s: float,
     ) -> list[_UnderWay]:
-        """Start the writes of some rows to one segment; in portions if it is another's disk."""
+        """Start the writes of some rows to one segment; in portions if it is a disk."""
         under_way: list[_UnderWay] = []
         for first, end in self._portions(where, source.lengths[rows // replicas]):
-            part, rest = rows[first:end], rows[first:]
+            part, rest = rows[first:end], rows[:end]
             started: list[Transfer] = []
             try:
                 changed = self._start(
@@ -144,7 +199,7 @@ class BlockWriter:
                 # Raised at once, so nothing is under way, unless others had been started before.
                 if started:
                     result.unsettled += part.tolist()
-                    rest = rows[end:]
+                    rest = rows[:first]
                 result.aborted += rest.tolist()
                 result.unreached += rest.tolist()
                 break
@@ -156,17 +211,20 @@ class BlockWriter:
         return under_way
 
     def _portions(self, where: NodeAddress, lengths: Ints) -> list[tuple[int, int]]:
-        """Return bounds of runs of rows that are written by one transfer each."""
-        far_disk = where.medium is Medium.SSD and where.node != self._engine.name
-        if not far_disk or int(lengths.sum()) <= PORTION_BYTES:
+        """Return bounds of runs of rows that are written by one transfer each, the last first.
+
+        The master learns of what comes first at the end, so that the root of a chain is the
+        youngest of it.
+        """
+        if where.medium is not Medium.SSD or int(lengths.sum()) <= PORTION_BYTES:
             return [(0, len(lengths))]
-        bounds, nbytes, limit = [0], 0, FIRST_BYTES
-        for row, length in enumerate(lengths.tolist()):
+        bounds, nbytes, limit = [len(lengths)], 0, FIRST_BYTES
+        for row, length in zip(range(len(lengths), 0, -1), lengths[::-1].tolist(), strict=True):
             if nbytes and nbytes + length > limit:
                 bounds.append(row)
                 nbytes, limit = 0, PORTION_BYTES
             nbytes += length
-        return list(pairwise([*bounds, len(lengths)]))
+        return [(first, end) for end, first in pairwise([*bounds, 0])]
 
     def _start(
         self,
@@ -239,14 +297,8 @@ class BlockWriter:
         result.lost_nodes.append(where.node)
 
 
-def _sum_up(source: Source, under_way: list[Ints]) -> Steps[None]:
-    """Take the checksums that nobody has yet, of blocks that are being written."""
-    if source.sums.complete or not under_way:
-        return
-    missing = source.sums.missing(np.concatenate(under_way))
-    if len(missing):
-        yield from work(int(source.lengths[missing].sum()))
-        source.sums.meet(missing, source.sum_up(missing))
+def _first_row(written: _UnderWay) -> int:
+    return int(written.rows[0]) if len(written.rows) else 0
 
 
 def copy_into(node: str, mapped: InPlace, pieces: Pieces, targets: Ints) -> Sums:

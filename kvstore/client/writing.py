@@ -15,55 +15,34 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvstore.client.block_writer import Begun
+from kvstore.client.open_put import PAUSE_S_MIN, Attempt, OpenPut
 from kvstore.client.put_options import check_group
 from kvstore.client.steps import Steps, pause, work
-from kvstore.errors import InvalidValue, MasterUnavailable
+from kvstore.errors import InvalidValue, KVStoreError, MasterUnavailable
 from kvstore.timeouts import check_timeout
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
-    from kvstore.client.block_writer import BlockWriter, WriteResult
+    from kvstore.client.block_writer import BlockWriter
     from kvstore.client.client_record import ClientRecord
     from kvstore.client.master_access import MasterAccess
     from kvstore.client.source import Source
     from kvstore.client.writes_under_way import WritesUnderWay
 
-PAUSE_S_MIN: Final = 0.005
-PAUSE_S_MAX: Final = 0.25
 ELSEWHERE_MAX: Final = 2  # how often a put is tried again because nodes did not take it
-SETTLING_S: Final = 0.05  # until a master that has just started is asked again
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """What became of blocks, and of which of them when to try again.
-
-    Attributes:
-        outcomes: Of each.
-        retry_s: When there may be space, as the master says.
-        provisional: It has just started, and there may be space soon.
-        lost: Blocks that were granted or written in vain.
-        elsewhere: Blocks that their nodes did not get or did not confirm; other nodes may.
-    """
-
-    outcomes: list[PutOutcome]
-    retry_s: float
-    provisional: bool
-    lost: set[int] = field(default_factory=set)
-    elsewhere: set[int] = field(default_factory=set)
-
-    @property
-    def pause_s(self) -> float:
-        if self.provisional:
-            return SETTLING_S
-        return min(max(self.retry_s, PAUSE_S_MIN), PAUSE_S_MAX)
+# What goes to disks: of so much the disk has these first bytes to write while the rest is asked
+# for; and of so much at a time the master learns while others are being written.
+SPLIT_BYTES_MIN: Final = 40 << 20
+HEAD_BYTES: Final = 20 << 20
+LAST_BYTES: Final = 8 << 20  # of them: while they are written, the rest is committed
+COMMIT_BYTES: Final = 32 << 20
 
 
 class Writing:
@@ -87,13 +66,15 @@ class Writing:
         self._master = master
         self._writer = writer
         self._under_way = under_way
+        self._to_disks = False  # where the last blocks went
 
     def put(self, source: Source, *, deadline_s: float) -> Steps[list[PutOutcome]]:
         """Store blocks, each whole or not at all.
 
         Raises:
-            MasterUnavailable: It did not answer. What it granted is given back.
-            Fenced, TenantRefused: Nothing was stored.
+            MasterUnavailable: It did not answer. What it granted and did not commit is given back.
+            Fenced, TenantRefused: Nothing was stored; of a large put to disks perhaps some was,
+                before it was refused.
         """
         attempt = yield from self._put_once(source, deadline_s)
         outcomes, lost, elsewhere = attempt.outcomes, attempt.lost, attempt.elsewhere
@@ -150,16 +131,97 @@ class Writing:
         request = m.Remove(list(keys), self._record.name, group)
         return (yield from self._master.ask(request, m.Done, timeout_s=timeout_s)).count
 
-    def _put_once(self, source: Source, deadline_s: float) -> Steps[_Attempt]:
+    def _put_once(self, source: Source, deadline_s: float) -> Steps[Attempt]:
+        """Put blocks; of much that goes to disks the first are begun before the rest is asked for.
+
+        ```text
+        master   [places of 0..]       [places of 8..]            [commit 8..]    [commit 0..]
+        disk                    [4..7][............... 8.. ......][ 0..3 ]
+        ```
+        """
+        count, last = self._head_of(source)
+        puts: list[OpenPut] = []
+        with ExitStack() as stack:
+            try:
+                yield from self._begin_all(source, count, last, puts, stack, deadline_s)
+                for put in puts:
+                    yield from self._writer.sum_up(put.begun)
+                for _ in range(puts[0].num_first):
+                    yield from self._writer.end(puts[0].begun)
+                for put in reversed(puts):
+                    yield from self._end(put)
+            except KVStoreError:
+                for put in puts:
+                    yield from self._give_up(put)
+                raise
+        attempts = [put.attempt for put in puts]
+        return attempts[0] if len(attempts) == 1 else attempts[0].followed_by(attempts[1])
+
+    def _head_of(self, source: Source) -> tuple[int, int]:
+        """Return how many blocks to ask for first, and how many of them to write last.
+
+        (0, 0): all of them are asked for at once.
+        """
+        if not self._to_disks or source.pieces.nbytes < SPLIT_BYTES_MIN:
+            return 0, 0
+        ends = np.cumsum(source.lengths)
+        last, count = np.searchsorted(ends, (LAST_BYTES, HEAD_BYTES), side="right").tolist()
+        few = not 0 < last < count or int(ends[-1] - ends[count - 1]) < HEAD_BYTES
+        return (0, 0) if few else (count, last)
+
+    def _begin_all(
+        self,
+        source: Source,
+        count: int,
+        last: int,
+        puts: list[OpenPut],
+        stack: ExitStack,
+        deadline_s: float,
+    ) -> Steps[None]:
+        """Ask for places and begin to write, in two parts if `count`; see `_put_once`."""
+        if not count:
+            yield from self._open(source, puts, stack, deadline_s)
+            yield from self._begin(puts[0], slice(None), deadline_s)
+            return
+        numbers = range(source.num_blocks)
+        yield from self._open(source.of(numbers[:count]), puts, stack, deadline_s)
+        rows = last * puts[0].begun.replicas
+        yield from self._begin(puts[0], slice(rows, None), deadline_s)
+        puts[0].num_first = len(puts[0].begun.under_way)
+        yield from self._open(source.of(numbers[count:]), puts, stack, deadline_s)
+        yield from self._begin(puts[1], slice(None), deadline_s)
+        yield from self._begin(puts[0], slice(0, rows), deadline_s)
+
+    def _open(
+        self, source: Source, puts: list[OpenPut], stack: ExitStack, deadline_s: float
+    ) -> Steps[None]:
+        """Ask for places, and note what is to be ended."""
+        write = stack.enter_context(self._under_way.begin())
         batch = self._record.next_batch()
         try:
-            return (yield from self._put_batch(batch, source, deadline_s))
+            granted, summed = yield from self._allocate(batch, source, deadline_s)
         except MasterUnavailable:
-            # Whatever of this batch the master granted or will still grant, we write it no more.
             self._record.abandon(batch)
             raise
+        put = OpenPut(
+            batch=batch,
+            write=write,
+            begun=Begun.of(source, granted),
+            summed=summed,
+            granted_s=time.monotonic(),
+            attempt=Attempt(list(granted.outcomes), granted.retry_s, granted.provisional),
+        )
+        puts.append(put)
+        if granted.checksums:
+            yield from _compare(source, granted, put.attempt.outcomes)
+        if granted.nodes:
+            write.granted([(n.node, n.segment) for n in granted.nodes], put_s=granted.put_s)
+            self._to_disks = all(node.medium is m.Medium.SSD for node in granted.nodes)
 
-    def _put_batch(self, batch: int, source: Source, deadline_s: float) -> Steps[_Attempt]:
+    def _allocate(
+        self, batch: int, source: Source, deadline_s: float
+    ) -> Steps[tuple[m.Allocated, bool]]:
+        """Ask for places; also return whether the master was told checksums."""
         options = source.options
         abandoned = self._record.abandoned()
         request = m.Allocate(
@@ -179,61 +241,66 @@ class Writing:
             abandoned=abandoned,
         )
         left_s = max(0.001, deadline_s - time.monotonic())
-        with self._under_way.begin() as write:
-            granted = yield from self._master.ask(request, m.Allocated, timeout_s=left_s)
-            self._record.told_abandoned(abandoned)
-            attempt = _Attempt(list(granted.outcomes), granted.retry_s, granted.provisional)
-            if granted.checksums:
-                yield from _compare(source, granted, attempt.outcomes)
-            if not granted.nodes:
-                return attempt
-            write.granted([(n.node, n.segment) for n in granted.nodes], put_s=granted.put_s)
-            # A master that knows no replicas grants one row per block.
-            replicas = len(granted.node_idx) // source.num_blocks
-            now = time.monotonic()
-            write_s = min(deadline_s, now + granted.put_s / 2)
-            reach_s = min(write_s, (now + deadline_s) / 2)  # leaves time for another node
-            result = yield from self._writer.write(
-                source, granted, write, replicas=replicas, reach_s=reach_s, deadline_s=write_s
-            )
-            in_doubt = {granted.node_idx[row] for row in result.unsettled}
-            write.end((n.node, n.segment) for i, n in enumerate(granted.nodes) if i in in_doubt)
-        self._record.shun(result.lost_nodes)
-        written = np.array(result.written, dtype=np.int64) // replicas
-        # What it was told before it need not be told again.
-        sums = [] if request.checksums else source.sums.values[written].tolist()
-        committed = yield from self._finish(batch, result, sums)
-        if len(committed) == len(granted.node_idx) and committed.all():  # as nearly always
-            attempt.outcomes = [PutOutcome.STORED] * source.num_blocks
-            return attempt
-        stored = np.zeros(source.num_blocks, dtype=bool)
-        stored[written[committed]] = True
-        attempt.outcomes = [
-            outcome if outcome is not PutOutcome.GRANTED
-            else PutOutcome.STORED if good else PutOutcome.FAILED
-            for outcome, good in zip(attempt.outcomes, stored.tolist(), strict=True)
-        ]  # fmt: skip
-        granted_to = np.array([*result.written, *result.void], dtype=np.int64) // replicas
-        attempt.lost = set(granted_to[~stored[granted_to]].tolist())
-        missed = np.array([*result.unreached, *result.unsettled], dtype=np.int64) // replicas
-        attempt.elsewhere = set(missed[~stored[missed]].tolist()) - attempt.lost
-        return attempt
+        granted = yield from self._master.ask(request, m.Allocated, timeout_s=left_s)
+        self._record.told_abandoned(abandoned)
+        return granted, bool(request.checksums)
 
-    def _finish(
-        self, batch: int, result: WriteResult, checksums: list[int]
-    ) -> Steps[NDArray[np.bool_]]:
-        """End a put; return which of the written copies are copies of blocks now."""
+    def _begin(self, put: OpenPut, rows: slice, deadline_s: float) -> Steps[None]:
+        """Begin to write what was granted."""
+        granted = put.begun.granted
+        if not granted.nodes:
+            return
+        write_s = min(deadline_s, put.granted_s + granted.put_s / 2)
+        reach_s = min(write_s, (put.granted_s + deadline_s) / 2)  # leaves time for another node
+        yield from self._writer.begin(
+            put.begun, put.write, reach_s=reach_s, deadline_s=write_s, rows=rows
+        )
+
+    def _end(self, put: OpenPut) -> Steps[None]:
+        """Wait for what is under way, and commit it; portions while others are being written."""
+        begun, lengths = put.begun, put.begun.source.lengths
+        in_portions = begun.in_portions and begun.replicas == 1
+        while begun.under_way:
+            yield from self._writer.end(begun)
+            fresh = begun.result.written[len(put.committed) :]
+            if in_portions and fresh and begun.under_way:
+                is_much = int(lengths[fresh].sum()) >= COMMIT_BYTES
+                if is_much or len(begun.under_way) == 1:
+                    yield from self._finish(put)
+        put.write.end(put.in_doubt())
+        self._record.shun(begun.result.lost_nodes)
+        if begun.granted.nodes:
+            yield from self._finish(put)
+            put.settle()
+
+    def _give_up(self, put: OpenPut) -> Steps[None]:
+        """After an error of the master's: let nobody read the caller's bytes any more."""
+        while put.begun.under_way:
+            yield from self._writer.end(put.begun)
+        put.write.end(put.in_doubt())
+        if not put.begun.result.unsettled:
+            # Whatever the master granted or will still grant of it, we write it no more.
+            self._record.abandon(put.batch)
+
+    def _finish(self, put: OpenPut) -> Steps[None]:
+        """Commit what was written since the last time; end the put, if nothing is under way."""
+        result, source = put.begun.result, put.begun.source
+        is_end = not put.begun.under_way
+        # In the order of the blocks: the master takes the first of them as the youngest.
+        fresh = result.written[len(put.committed) :] = sorted(result.written[len(put.committed) :])
+        blocks = np.array(fresh, dtype=np.int64) // put.begun.replicas
         request = m.Finish(
             client=self._record.name,
-            batch=batch,
-            committed=result.written,
-            aborted=result.aborted,
-            unsettled=result.unsettled,
-            checksums=checksums,
+            batch=put.batch,
+            committed=fresh,
+            aborted=result.aborted if is_end else [],
+            unsettled=result.unsettled if is_end else [],
+            # What it was told before it need not be told again.
+            checksums=[] if put.summed else source.sums.values[blocks].tolist(),
         )
         # Its own deadline: the bytes are there, and giving up now would waste them.
         finished = yield from self._master.ask(request, m.Finished)
-        return np.array(finished.stored, dtype=bool)
+        put.committed += finished.stored
 
     def _count(self, outcomes: Sequence[PutOutcome]) -> None:
         stored, failed = outcomes.count(PutOutcome.STORED), outcomes.count(PutOutcome.FAILED)
