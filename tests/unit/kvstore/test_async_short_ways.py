@@ -125,7 +125,8 @@ def test_a_hot_value_is_read_without_a_request_and_a_put_takes_one(stack, monkey
 
 @pytest.mark.parametrize("backend", [TransferBackend.AUTO, TransferBackend.TCP])
 def test_a_hundred_tasks_read_and_write_what_they_should(stack, backend):
-    pool = Pool(stack, segment_bytes=64 << 20, masters=2)
+    # A hundred tasks wait for one another, on a busy machine for long.
+    pool = Pool(stack, segment_bytes=64 << 20, masters=2, request_timeout_s=120.0)
     store = pool.connect(transfer=TransferConfig(backend=backend))
     memory = allocate(1 << 20)
     stack.callback(memory.close)
