@@ -5,7 +5,8 @@
 A client puts and gets blocks of 1 MiB through a store node whose only segment is a file on the
 disk, with a master in a process of its own, checksums and all. `near` is a client in the node's
 own process, `far` one in another process of the same host; each is used by one caller with one
-batch, or by four at once with a few blocks each. Turn by turn the same number of bytes goes to and
+batch, or by four at once with a few blocks each, whose threads are there before; a get has ended when
+its bytes are there (its lease is given back a moment later). Turn by turn the same number of bytes goes to and
 from the same file, by as many threads as the segment has (`depth`): what the disk gives. They write
 back what they have read there, so the node loses nothing. (Of two files on one disk, both written
 before, one may take writes a sixth faster than the other.) Which of the two comes first changes
@@ -26,6 +27,7 @@ import multiprocessing
 import os
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +75,11 @@ class Side:
             stack.enter_context(node)
             assert node.wait_registered(WAIT_S)
         stack.enter_context(self.client)
+        # Callers are there before they are measured, as a server's threads are.
+        self.pools = {n: stack.enter_context(ThreadPoolExecutor(n)) for n in CALLERS}
+        for callers, pool in self.pools.items():
+            together = threading.Barrier(callers)
+            list(pool.map(lambda _, together=together: together.wait(), range(callers)))
         memory = allocate(BLOCKS * BLOCK)
         stack.callback(memory.close)
         self.memory = memory.tensor.numpy()
@@ -88,11 +95,10 @@ class Side:
     def _share(self, move: Callable[..., int], keys: list[bytes], callers: int) -> float:
         """Seconds for all blocks; of several callers each takes the next few until none is left."""
         step = BLOCKS if callers == 1 else BATCH
-        with ThreadPoolExecutor(callers) as pool:
-            began = time.perf_counter()
-            starts = range(0, BLOCKS, step)
-            moved = list(pool.map(lambda start: move(keys, start, step), starts))
-            elapsed = time.perf_counter() - began
+        began = time.perf_counter()
+        starts = range(0, BLOCKS, step)
+        moved = list(self.pools[callers].map(lambda start: move(keys, start, step), starts))
+        elapsed = time.perf_counter() - began
         assert sum(moved) == BLOCKS, moved
         return elapsed
 
@@ -104,7 +110,7 @@ class Side:
     def _get(self, keys: list[bytes], start: int, step: int) -> int:
         hit = self.client.lookup_prefix(keys[start : start + step])
         good = self.client.get_into(hit, self.region, np.arange(start, start + step) * BLOCK)
-        self.client.release(hit)
+        self.client.release(hit, wait=False)  # the bytes are there
         return good
 
 
