@@ -5,9 +5,10 @@
 A client puts and gets blocks of 1 MiB through a store node whose only segment is a file on the
 disk, with a master in a process of its own, checksums and all. `near` is a client in the node's
 own process, `far` one in another process of the same host; each is used by one caller with one
-batch, or by four at once with a few blocks each, whose threads are there before; a get has ended when
-its bytes are there (its lease is given back a moment later). Turn by turn the same number of bytes goes to and
-from the same file, by as many threads as the segment has (`depth`): what the disk gives. They write
+batch, or by four at once with a few blocks each, whose threads are there before. A get has ended
+when its bytes are there; its lease is given back a moment later. Turn by turn the same number of
+bytes goes to and from the same file, by as many threads as the segment has (`depth`): what the
+disk gives. They write
 back what they have read there, so the node loses nothing. (Of two files on one disk, both written
 before, one may take writes a sixth faster than the other.) Which of the two comes first changes
 from turn to turn, and the ratio is taken turn by turn. Nothing passes the page cache, neither side
