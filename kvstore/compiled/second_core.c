@@ -31,8 +31,10 @@
 #define LEAVE_LOOKS 4096 /* for a partner in its last unit, before the owner sleeps */
 /* To wake a core that has gone idle takes a tenth of such a copy: before it sleeps, the partner looks
  * for the next for a moment, and offers its core meanwhile. Whoever looks in vain does so rarely. */
-#define NEXT_NS 150000
-#define TAKEN_NS 3000 /* a core that is offered for longer was wanted */
+#define NEXT_NS 200000
+/* A core that is taken for longer was wanted by somebody busy. A master that answers the owner gives it
+ * back sooner, and the next copy comes right after its answer. */
+#define TAKEN_NS 150000
 #define LEFT_OUT_MAX 255
 
 /* Work in units: two runs of them, `first << 32 | end`, which are taken from atomically. */
