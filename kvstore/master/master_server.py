@@ -255,7 +255,10 @@ class MasterServer:
             # Microseconds since the epoch: more than any number that an earlier master reached.
             log = EventLog(first_sequence=time.time_ns() // 1000)
         timing = MasterTiming(
-            lease_s=config.lease_s, silence_s=config.node_silence_s, put_s=config.open_put_s
+            lease_s=config.lease_s,
+            silence_s=config.node_silence_s,
+            put_s=config.open_put_s,
+            heartbeat_s=config.heartbeat_s,
         )
         return StoreMaster(
             timing,

@@ -90,7 +90,9 @@ class StoreMaster:
         self._soft_pins = self._catalog.pins.soft
         # What a request starts ends no sooner; nor does a shorter pause excuse anybody.
         self._soonest_s = min(timing.lease_s, timing.silence_s, timing.put_s)
-        self._pause_s_max = min(timing.silence_s * DEAF_SHARE, timing.lease_s * ASLEEP_SHARE)
+        # An idle master is not asleep: else short leases would never end while nobody asks.
+        self._asleep_s = max(timing.lease_s * ASLEEP_SHARE, 2 * timing.heartbeat_s)
+        self._pause_s_max = min(timing.silence_s * DEAF_SHARE, self._asleep_s)
         self._catalog.planned.last_id = last_copy_id
         self._planning = Planning(self._catalog, policies or PolicyConfig())
         abandoned = AbandonedBatches(self._catalog)
@@ -184,7 +186,7 @@ class StoreMaster:
         """Nobody could be heard while we did not run (or nothing was said at all)."""
         if pause_s > self._timing.silence_s * DEAF_SHARE:
             self._catalog.pool.pardon(now)
-        if pause_s > self._timing.lease_s * ASLEEP_SHARE:
+        if pause_s > self._asleep_s:
             self._catalog.leases.excuse(pause_s)
 
     def _fence(self, request: m.Fence, now: float) -> m.Reply:

@@ -387,3 +387,20 @@ def test_writers_are_listed_until_they_are_done_or_dead():
     scene.step(m.Fence(["w"], dead=True))
     assert [row.writer for row in scene.step(m.ListWriters()).writers] == ["v"]
     assert scene.figures.quarantined_bytes == 0
+
+
+@pytest.mark.parametrize(("heartbeat_s", "left"), [(0.0, 1), (1.0, 0)])
+def test_short_leases_end_though_only_nodes_speak(heartbeat_s, left):
+    """A pause from one heartbeat to the next is no sleep; a longer one is."""
+    timing = MasterTiming(lease_s=2.0, silence_s=10.0, heartbeat_s=heartbeat_s)
+    scene = Scene("a", "b", timing=timing)
+    scene.put("a", 1)
+    scene.lookup("r", 1)
+    for _ in range(5):
+        scene.now += 1.1
+        scene.step(m.Heartbeat("a"))
+    assert scene.figures.leases == left
+    scene.lookup("r", 1)
+    scene.now += 2.5
+    scene.step(m.Heartbeat("a"))
+    assert scene.figures.leases == left + 1, "it slept, and ends no lease for it"
