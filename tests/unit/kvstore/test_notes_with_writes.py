@@ -123,3 +123,32 @@ def test_several_clients_in_a_pool_that_is_small(stack):
     assert set(there) <= set(known), "a new master would lose one"
     verified = pool.nodes[0].segments[0].held()
     assert set(verified.keys) >= set(there)
+
+
+def test_connections_that_break_in_mid_put_cost_no_value_and_no_note(stack, monkeypatch):
+    pool = Pool(stack, segment_bytes=64 << 20)
+    store = pool.connect(transfer=TCP)
+    node, client = pool.nodes[0]._engine, store.client.core.engine
+    values = fill(store)
+    segments, service = store.client.segments, node._links.service
+    write = segments.write
+
+    def write_and_reset(*arguments):
+        transfer = write(*arguments)
+        if random.random() < 0.3:
+            for connection in service.connections(node._table.get(client.name).served_id):
+                service.reset(connection)
+        return transfer
+
+    def num_broken() -> int:
+        return sum(rail.failures + rail.retries for rail in client.statistics().rails)
+
+    monkeypatch.setattr(segments, "write", write_and_reset)
+    while num_broken() < 5 and len(values) < 400:
+        key, data = secrets.token_bytes(16), secrets.token_bytes(random.choice([SIZE, 1 << 17]))
+        assert store.put(key, data) is STORED
+        values[key] = data
+    assert num_broken(), "nothing was under way when connections were reset"
+    assert set(blocks_of(pool)) == set(values)
+    assert set(pool.nodes[0].segments[0].held().keys) == set(values), "all of them whole"
+    assert {key: pool.store.get(key) for key in values} == values
