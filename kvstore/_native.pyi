@@ -25,6 +25,23 @@ def copy_one_summed(
 def bytes_summed(
     source: Bytes, offset: int, nbytes: int, stream_bytes: int, /
 ) -> tuple[bytes, int]: ...
+def put_block(
+    target: Bytes,
+    target_offset: int,
+    source: Bytes,
+    source_offset: int,
+    nbytes: int,
+    stream_bytes: int,
+    box: int,
+    box_bytes: int,
+    segment: int,
+    key: bytes,
+    batch: int,
+    following: int,
+    head: bytes,
+    tail: bytes,
+    /,
+) -> bytes | int: ...
 def sums(base: int, offsets: Ints, lengths: Ints, /) -> bytes: ...
 def share_copies(sharing: int, /) -> int: ...
 def mailbox_leave(address: int, nbytes: int, payload: bytes, /) -> bool: ...

@@ -45,18 +45,27 @@ class Outbox:
 
     Args:
         mapped: The mailbox.
+
+    Attributes:
+        address: Of the mailbox here.
+        nbytes: Its size.
     """
 
     def __init__(self, mapped: InPlace) -> None:
         assert copying.compiled is not None
         self._mapped = mapped
         self._leave = copying.compiled.mailbox_leave
-        self._address = mapped.array.ctypes.data
-        self._nbytes = len(mapped.array)
+        self.address = mapped.array.ctypes.data
+        self.nbytes = len(mapped.array)
+
+    @property
+    def live(self) -> bool:
+        """Whether the node is there."""
+        return self._mapped.live
 
     def leave(self, note: bytes) -> bool:
         """Leave a note; False if it has to be sent, as there is no room or the node is gone."""
         if not self._mapped.live:
             return False
-        left: bool = self._leave(self._address, self._nbytes, note)
+        left: bool = self._leave(self.address, self.nbytes, note)
         return left

@@ -592,12 +592,14 @@ static PyObject *share_copies(PyObject *module, PyObject *value)
 }
 
 #include "compiled/mailbox.c"
+#include "compiled/put_block.c"
 
 static PyMethodDef methods[] = {
     {"copy_summed", (PyCFunction)(void (*)(void))copy_summed, METH_FASTCALL, copy_summed_doc},
     {"copy_one_summed", (PyCFunction)(void (*)(void))copy_one_summed, METH_FASTCALL,
      copy_one_summed_doc},
     {"bytes_summed", (PyCFunction)(void (*)(void))bytes_summed, METH_FASTCALL, bytes_summed_doc},
+    {"put_block", (PyCFunction)(void (*)(void))put_block, METH_FASTCALL, put_block_doc},
     {"sums", (PyCFunction)(void (*)(void))sums, METH_FASTCALL, sums_doc},
     {"share_copies", share_copies, METH_O, share_copies_doc},
     {"mailbox_leave", (PyCFunction)(void (*)(void))mailbox_leave, METH_FASTCALL, mailbox_leave_doc},

@@ -48,6 +48,11 @@ class ClientRecord:
         """Number a put; no number is used twice."""
         return next(self._batches)
 
+    @property
+    def avoids(self) -> bool:
+        """Whether `avoided` may name anybody."""
+        return bool(self._avoided)
+
     def avoided(self) -> list[str]:
         """Nodes that could not be reached a moment ago."""
         if not self._avoided:

@@ -120,6 +120,11 @@ class SegmentKeys:
         finally:
             asking.release()
 
+    def outbox(self, target: Target) -> mailbox.Outbox | None:
+        """Return the mailbox of a segment's node if it is open here and takes notes."""
+        outbox = self._outboxes.get(target)
+        return outbox if outbox is not None and outbox.live else None
+
     def tell_row(self, where: NodeAddress, row: Row) -> None:
         """As `tell`, of one block without a part table."""
         outbox = self._outboxes.get((where.node, where.segment))

@@ -59,6 +59,26 @@ static void ring_read(const Mailbox *box, uint64_t at, void *into, uint64_t nbyt
     memcpy((unsigned char *)into + first, data, nbytes - first);
 }
 
+/* Leave a note; false if there is no room, or if nobody may look any more. */
+static bool leave_note(const Mailbox *box, const void *note, uint64_t length)
+{
+    /* All threads of this process come here one after the other: they hold the GIL. */
+    uint64_t head = *mailbox_word(box, MAILBOX_HEAD);
+    uint64_t tail = __atomic_load_n(mailbox_word(box, MAILBOX_TAIL), __ATOMIC_ACQUIRE);
+    uint64_t used = head - tail, wanted = NOTE_HEADER + NOTE_PADDED(length);
+    if (length > UINT32_MAX || used > box->capacity || wanted > box->capacity - used)
+        return false;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    uint64_t header[2] = {0, (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec};
+    memcpy(header, &(uint32_t){(uint32_t)length}, sizeof(uint32_t));
+    ring_write(box, head, header, NOTE_HEADER);
+    ring_write(box, head + NOTE_HEADER, note, length);
+    __atomic_store_n(mailbox_word(box, MAILBOX_HEAD), head + wanted, __ATOMIC_SEQ_CST);
+    /* Whoever closes it looks once more afterwards: one of the two sees what the other did. */
+    return __atomic_load_n(mailbox_word(box, MAILBOX_CLOSED), __ATOMIC_SEQ_CST) == 0;
+}
+
 PyDoc_STRVAR(mailbox_leave_doc,
              "mailbox_leave(address, nbytes, payload)\n--\n\nLeave a note; False if there is no "
              "room, or if nobody may look any more.");
@@ -74,22 +94,7 @@ static PyObject *mailbox_leave(PyObject *module, PyObject *const *args, Py_ssize
     if (take_mailbox(args[0], args[1], &box))
         return NULL;
     uint64_t length = (uint64_t)PyBytes_GET_SIZE(args[2]);
-    /* All threads of this process come here one after the other: they hold the GIL. */
-    uint64_t head = *mailbox_word(&box, MAILBOX_HEAD);
-    uint64_t tail = __atomic_load_n(mailbox_word(&box, MAILBOX_TAIL), __ATOMIC_ACQUIRE);
-    uint64_t used = head - tail, wanted = NOTE_HEADER + NOTE_PADDED(length);
-    if (length > UINT32_MAX || used > box.capacity || wanted > box.capacity - used)
-        Py_RETURN_FALSE;
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    uint64_t header[2] = {0, (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec};
-    memcpy(header, &(uint32_t){(uint32_t)length}, sizeof(uint32_t));
-    ring_write(&box, head, header, NOTE_HEADER);
-    ring_write(&box, head + NOTE_HEADER, PyBytes_AS_STRING(args[2]), length);
-    __atomic_store_n(mailbox_word(&box, MAILBOX_HEAD), head + wanted, __ATOMIC_SEQ_CST);
-    /* Whoever closes it looks once more afterwards: one of the two sees what the other did. */
-    bool closed = __atomic_load_n(mailbox_word(&box, MAILBOX_CLOSED), __ATOMIC_SEQ_CST) != 0;
-    return PyBool_FromLong(!closed);
+    return PyBool_FromLong(leave_note(&box, PyBytes_AS_STRING(args[2]), length));
 }
 
 PyDoc_STRVAR(mailbox_take_doc,

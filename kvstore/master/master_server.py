@@ -81,6 +81,7 @@ class MasterServer:
         self._rebuilt_s = -math.inf
         self._settled_s = -math.inf
         self._telling: dict[tuple[str, int], float] = {}  # segment -> its last piece, of several
+        self._sealed: tuple[m.Reply | None, int, bytes] = None, 0, b""  # the last reply, its term
         self.events: EventPublisher | None = None
         self._master = self._new_master()
         self._server = RpcServer(
@@ -188,7 +189,7 @@ class MasterServer:
                 return seal(Answer(reply=refused, term=self._term))
             reply = self._stepped(request, now)
             if not self._telling and now >= self._rebuilt_s and now >= self._settled_s:
-                return seal_reply(reply, self._term)
+                return self._seal(reply)
             answer = Answer(
                 reply=reply,
                 term=self._term,
@@ -196,6 +197,14 @@ class MasterServer:
                 settling=now < self._settled_s,
             )
             return seal(answer)
+
+    def _seal(self, reply: m.Reply) -> bytes:
+        """Return the bytes of a plain answer; of the same object again they are the same."""
+        last, term, sealed = self._sealed
+        if reply is not last or term != self._term:
+            sealed = seal_reply(reply, self._term)
+            self._sealed = reply, self._term, sealed
+        return sealed
 
     def _afterwards(self) -> None:
         if not self._master.has_wishes:  # whoever has some then is served by the next request

@@ -48,6 +48,8 @@ class Storing:
         self._timing = timing
         self._abandoned = abandoned
         self._wished: list[m.Store] = []
+        # What is said to nearly all: the same object, so that it is encoded once.
+        self._plainly_stored = m.Stored(m.PutOutcome.STORED, None, [], timing.put_s)
 
     def transitions(self) -> Mapping[type, Transition]:
         """Return what carries out which type of request."""
@@ -118,6 +120,8 @@ class Storing:
                 self._open(client, request.more, request.length, request.avoid, tenant, now)
             if request.soon:
                 self._wished.append(request)
+            if not request.more:  # as nearly always; `following` names nothing
+                return self._plainly_stored
         return self._stored(request, outcome)
 
     def _commit(
@@ -180,8 +184,6 @@ class Storing:
         """Say which of the places that a request names are the writer's now."""
         find, client = self._catalog.puts.find, request.client
         unused = self._place(find(client, request.following))
-        if not request.more and unused is None:  # as nearly always
-            return m.Stored(outcome, None, [], self._timing.put_s)
         more: list[m.Place] = []
         for number in request.more:
             place = self._place(find(client, number))

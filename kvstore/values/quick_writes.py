@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from kvstore.client.put_options import PutOptions, is_plain
 from kvstore.client.reserved_places import NOTHING, ReservedPlace
@@ -20,6 +20,8 @@ from kvstore.client.steps import Steps, ask, work
 from kvstore.copying import copy_with_checksum
 from kvstore.errors import Fenced, KVStoreError, MasterRefused, NodeUnreachable
 from kvstore.shards.plan import shard_of
+from kvstore.values.plain_puts import PlainPuts
+from kvstore.values.quick_value import QuickValue, decoded, space_of
 from kvstore.values.sent_values import send_value
 from kvstore.values.values import Part, RegionPiece
 from kvstore.wire import messages as m
@@ -48,27 +50,6 @@ AHEAD_MAX: Final = 16  # places that are asked for at once
 PAUSE_S: Final = 1.0  # after a place was refused
 REACH_S: Final = 5.0
 SLOW: Final = 1 << 30  # as many bytes as nobody copies in an event loop
-_UNIT: Final = 64
-
-
-class _Value(NamedTuple):  # made for each put: a tuple is made fastest
-    """A value on its way.
-
-    Attributes:
-        key: As the pool knows it.
-        shard: Of its master.
-        part: All of its bytes.
-        nbytes: How many.
-        space: Bytes that it takes in the pool.
-        options: How to store it.
-    """
-
-    key: bytes
-    shard: int
-    part: Part
-    nbytes: int
-    space: int
-    options: PutOptions
 
 
 class QuickWrites:
@@ -93,6 +74,7 @@ class QuickWrites:
         self._segments = segments
         self._places = places
         self._shards = link.num_shards
+        self._plain = PlainPuts(core, segments, places, self._shards)
         self._sizes: dict[int, None] = {}  # of what was stored last, the oldest first
         self._paused_until_s = 0.0
 
@@ -124,7 +106,16 @@ class QuickWrites:
                 place = self._reserve(value)
                 if place is None:
                     return None
-            checksum = self._write(value, place, write)
+            written, known = None, self._segments.known(place.where)
+            if known is not None:
+                mapped = self._mapped(place, known)
+                written = self._plain.write(value, place, left, mapped, write)
+            if written is None:
+                checksum = self._write(value, place, write)
+            elif written.request is not None:
+                return self._put_plainly(value.shard, place, written.request, timeout_s)
+            else:
+                checksum = written.checksum if self._note(value, place, written.checksum) else None
             if checksum is None:
                 return None
             request, since_s = self._store(value, place, checksum, left)
@@ -135,6 +126,19 @@ class QuickWrites:
             return self._stored(value.shard, place, request, reply, since_s)
         finally:
             write.end()
+
+    def _put_plainly(
+        self, shard: int, place: ReservedPlace, payload: bytes, timeout_s: float | None
+    ) -> PutOutcome | None:
+        """Ask the master to make a block of what was written and noted; see `PlainPuts`."""
+        try:
+            reply = self._link.ask_encoded(payload, timeout_s=timeout_s)
+        except KVStoreError as error:
+            return self._not_stored(shard, decoded(payload), error)
+        if reply.outcome is PutOutcome.STORED:
+            self._core.record.count_stored()
+            return PutOutcome.STORED
+        return self._stored(shard, place, decoded(payload), reply, 0.0)
 
     def put_steps(
         self, key: bytes, part: Part, options: PutOptions, timeout_s: float | None
@@ -174,7 +178,7 @@ class QuickWrites:
 
     def expects(self, nbytes: int, options: PutOptions) -> bool:
         """Tell whether `put` is worth a try."""
-        return -(-nbytes // _UNIT) * _UNIT in self._sizes and is_plain(options)
+        return space_of(nbytes) in self._sizes and is_plain(options)
 
     def learn(
         self, nbytes: int, options: PutOptions, outcome: PutOutcome, *, again: bool
@@ -192,18 +196,18 @@ class QuickWrites:
             return PutOutcome.STORED
         usual = outcome is PutOutcome.STORED and nbytes <= QUICK_BYTES_MAX and is_plain(options)
         if usual and time.monotonic() >= self._paused_until_s:
-            self._sizes[_space_of(nbytes)] = None
+            self._sizes[space_of(nbytes)] = None
             if len(self._sizes) > SIZES_MAX:
                 self._sizes.pop(next(iter(self._sizes)), None)
         return outcome
 
-    def _value(self, key: bytes, part: Part, options: PutOptions) -> _Value:
+    def _value(self, key: bytes, part: Part, options: PutOptions) -> QuickValue:
         if self._core.tenant.name:
             (key,) = self._core.tenant.salted((key,))
         shard = 0 if self._shards == 1 else shard_of(key, self._shards)
-        return _Value(key, shard, part, part.nbytes, _space_of(part.nbytes), options)
+        return QuickValue(key, shard, part, part.nbytes, space_of(part.nbytes), options)
 
-    def _reserve(self, value: _Value) -> ReservedPlace | None:
+    def _reserve(self, value: QuickValue) -> ReservedPlace | None:
         record, shard, space = self._core.record, value.shard, value.space
         request = m.Reserve(
             record.name, value.key, record.next_batch(), space, record.avoided(),
@@ -221,7 +225,7 @@ class QuickWrites:
             self._paused_until_s = time.monotonic() + PAUSE_S
         return place
 
-    def _write(self, value: _Value, place: ReservedPlace, write: WriteUnderWay) -> int | None:
+    def _write(self, value: QuickValue, place: ReservedPlace, write: WriteUnderWay) -> int | None:
         """Write a value, tell the node, and return the checksum; None if it cannot be done here."""
         where = place.where
         try:
@@ -248,7 +252,7 @@ class QuickWrites:
         return mapped
 
     def _copy(
-        self, value: _Value, place: ReservedPlace, mapped: InPlace | None, write: WriteUnderWay
+        self, value: QuickValue, place: ReservedPlace, mapped: InPlace | None, write: WriteUnderWay
     ) -> int | None:
         """As `_write`, to memory that is mapped here."""
         where, part, start, nbytes = place.where, value.part, place.offset, value.nbytes
@@ -266,7 +270,7 @@ class QuickWrites:
         return checksum
 
     def _send(
-        self, value: _Value, place: ReservedPlace, key: RegionKey, write: WriteUnderWay
+        self, value: QuickValue, place: ReservedPlace, key: RegionKey, write: WriteUnderWay
     ) -> int | None:
         """As `_write`, to memory that is not mapped here."""
         where, part = place.where, value.part
@@ -290,7 +294,7 @@ class QuickWrites:
             return None
         return checksum if told or self._note(value, place, checksum) else None
 
-    def _note(self, value: _Value, place: ReservedPlace, checksum: int) -> bool:
+    def _note(self, value: QuickValue, place: ReservedPlace, checksum: int) -> bool:
         """Tell the node what lies there, before the master hears of it; False if that fails."""
         try:
             self._segments.tell_row(place.where, self._row(value, place, checksum))
@@ -300,7 +304,7 @@ class QuickWrites:
             return False
         return True
 
-    def _row(self, value: _Value, place: ReservedPlace, checksum: int) -> Row:
+    def _row(self, value: QuickValue, place: ReservedPlace, checksum: int) -> Row:
         options = value.options
         return (
             place.offset, value.nbytes, value.key, checksum, options.pin is Pin.HARD, 0,
@@ -308,7 +312,7 @@ class QuickWrites:
         )  # fmt: skip
 
     def _store(
-        self, value: _Value, place: ReservedPlace, checksum: int, left: int
+        self, value: QuickValue, place: ReservedPlace, checksum: int, left: int
     ) -> tuple[m.Store, float]:
         """What tells the master, and since when further places that it names may be open."""
         record, options = self._core.record, value.options
@@ -387,7 +391,3 @@ class QuickWrites:
         logger.warning("not written to %s: %s", place.where.node, error)
         self._segments.forget(place.where.node)
         self._core.record.shun([place.where.node])
-
-
-def _space_of(nbytes: int) -> int:
-    return -(-nbytes // _UNIT) * _UNIT

@@ -103,6 +103,21 @@ class MasterLink:
             attempt_s *= 2
             left_s = max(0.001, deadline_s - time.monotonic())
 
+    def try_encoded(self, payload: bytes, operation: str, timeout_s: float) -> Answer | None:
+        """Send a patient request once; None if it is to be asked again, or of somebody else.
+
+        Raises:
+            Fenced, MasterRefused: As `ask`.
+        """
+        rpc, record = self._rpc, self.standing.record
+        if not record.address or rpc.address != record.address:
+            return None
+        try:
+            reply = rpc.request(payload, timeout_s=timeout_s)
+            return self.standing.read(operation, record, reply, again=True)
+        except (TransferError, MasterUnavailable):
+            return None
+
     def _attempt(
         self, request: m.Request, timeout_s: float, *, patient: bool = False, again: bool = False
     ) -> Answer:

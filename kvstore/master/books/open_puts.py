@@ -154,10 +154,16 @@ class OpenPuts:
 
     def take_named(self, batch: PutBatch, row: int, key: bytes) -> None:
         """Do what `name` and `take` do, of the only copy of a batch."""
-        self._unreserve(row)
-        self._table.keys[row] = key
+        table = self._table
+        self._reserved.remove(row)
+        self.reserved_bytes -= table.space[row]
+        table.keys[row] = key
         batch.rows.clear()
-        self._forget(batch)
+        self._open.pop(id(batch), None)
+        batches = self._clients[batch.client]
+        del batches[batch.batch]
+        if not batches:
+            del self._clients[batch.client]
 
     def renumber(self, batch: PutBatch, number: int) -> None:
         """Let a batch have another number, which is not in use."""

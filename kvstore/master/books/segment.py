@@ -218,12 +218,13 @@ class Segment:
 
     def enter_one(self, row: int) -> None:
         """As `enter`, of one copy without a pin and a parent."""
-        table = self._table
-        check_arrow(table.state[row], COMMITTED, self.where)
+        table, bytes_in = self._table, self.bytes_in
+        if table.state[row] != OPEN:
+            check_arrow(table.state[row], COMMITTED, self.where)
         space = table.space[row]
         table.state[row] = COMMITTED
-        self.bytes_in[OPEN] -= space
-        self.bytes_in[COMMITTED] += space
+        bytes_in[OPEN] -= space
+        bytes_in[COMMITTED] += space
         self.blocks += 1
         self._policy.admit((row,))
         self.evictable_bytes += space

@@ -28,12 +28,12 @@ from kvstore.node.settlement import Settlement
 from kvstore.shards.plan import shard_of
 from kvstore.values import quick_writes
 from kvstore.wire import messages as m
+from tests.support.short_puts import SIZE, STORED, Requests, check_empty, value, warm
 from tests.support.store_pool import WAIT_S, Pool
 from tests.support.waits import eventually
 from transfer import allocate
 
-STORED, EXISTS, CONFLICT = PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.CONFLICT
-SIZE = 4096
+EXISTS, CONFLICT = PutOutcome.EXISTS, PutOutcome.CONFLICT
 
 
 @pytest.fixture
@@ -41,54 +41,6 @@ def patient(monkeypatch):
     """Places are not given back while a test looks."""
     monkeypatch.setattr(reserved_places, "IDLE_S", 60.0)
     monkeypatch.setattr(quick_writes, "AHEAD_MAX", 1)  # one place at a time
-
-
-class Requests:
-    """What a store asks its masters, by the types' names."""
-
-    def __init__(self, store, monkeypatch):
-        self.names, self._ask = [], store.client._link.ask
-        self.before = self.after = None  # called with the request
-        monkeypatch.setattr(store.client._link, "ask", self._listen)
-        # An event loop's own requests are heard where a thread makes them.
-        monkeypatch.setattr(store.client._link, "near_question", lambda request: None)
-
-    def _listen(self, request, expected, **options):
-        self.names.append(type(request).__name__)
-        if self.before is not None:
-            self.before(request)
-        reply = self._ask(request, expected, **options)
-        if self.after is not None:
-            self.after(request)
-        return reply
-
-    def take(self):
-        names, self.names = self.names, []
-        return names
-
-
-def value(nbytes=SIZE):
-    return secrets.token_bytes(nbytes)
-
-
-def warm(store, nbytes=SIZE):
-    """Put values until the store holds a place for the next; return their keys."""
-    keys = [secrets.token_bytes(16) for _ in range(3)]
-    for key in keys:
-        assert store.put(key, value(nbytes)) is STORED
-    return keys
-
-
-def check_empty(pool):
-    """Every byte of the pool is free once its blocks are removed and its clients closed."""
-
-    def all_free():
-        for master in pool.masters:
-            master.check_invariants()
-        figures = [master.statistics() for master in pool.masters]
-        return all(f.free_bytes == f.capacity_bytes for f in figures)
-
-    eventually(all_free, "every byte is free again")
 
 
 def test_one_request_per_put_once_the_size_is_known(stack, monkeypatch, patient):
