@@ -22,6 +22,11 @@ def host_identity() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
+def share_machine(one: str, other: str) -> bool:
+    """Whether two `host_identity` share the kernel, in whatever network namespaces they are."""
+    return one.partition("/")[0] == other.partition("/")[0]
+
+
 def address_of(target: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
     """Return family and address of "host:port", or of "@name" for an abstract unix socket.
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Final, NamedTuple, Protocol, cast
 
 from transfer import native
 from transfer.backends.python_lane import Finished, PythonLane, python_progress
+from transfer.connections.congestion import UNPACED, set_congestion
 from transfer.connections.tls_socket import TlsSocket
 from transfer.pieces import Ints
 
 LOCAL_BUFFER_BYTES: Final = 1 << 20
-LOCAL_CONGESTION: Final = b"reno"
-# Linux's number; Python knows it only there.
-TCP_CONGESTION: Final = getattr(socket, "TCP_CONGESTION", 13)
 
 
 class LaneLike(Protocol):
@@ -133,10 +130,8 @@ def tune(sock: socket.socket) -> None:
     1 MiB into what is in flight: then it is sent by one call. So the kernel, which doubles what is
     asked for, has 2 MiB for each direction. Over a network that would cut the window.
 
-    Nothing is lost or queued within a host, so that there is no bandwidth to find out. Where the
-    system's algorithm is BBR, its model and its pacing, a timer between packets, cost a third of
-    the processor time of a transfer. Reno, which each kernel has and lets everybody use, does
-    nothing then but count.
+    Where the system's algorithm is BBR, its model and its pacing cost a third of the processor
+    time of a transfer; what it is here was chosen before it was connected (`congestion.py`).
     """
     local = sock.family == socket.AF_UNIX
     if not local:
@@ -146,8 +141,7 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOCAL_BUFFER_BYTES)
     if local and sock.family != socket.AF_UNIX:
-        with suppress(OSError):  # not to be had in a sandbox: slower, and as good
-            sock.setsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, LOCAL_CONGESTION)
+        set_congestion(sock, UNPACED)
 
 
 Progress = Callable[[Sequence[LaneLike], float], list[Finished]]

@@ -110,7 +110,13 @@ class TcpRail:
             if entry is not None and self._send(entry.lane, part):
                 self._carried[part] = entry
                 soon = entry.lane.attend_to_posted()
-                if soon or part.operation.num_slices > 1 or entry.lane.unsent:
+                # Who leads looks after all slices: to wake the engine's thread for each would take
+                # a core, and the interpreter, from what is urgent.
+                if part.operation.num_slices > 1:
+                    soon = soon or not entry.lane.leader
+                else:
+                    soon = soon or entry.lane.unsent
+                if soon:
                     self._call_soon()
                 return
         # The link is breaking: whoever finds out will say so, but not about this slice.

@@ -16,6 +16,7 @@ static unsigned urgent_count;
 static int64_t urgent_at = INT64_MIN / 2;
 static uintptr_t urgent_by;
 static int64_t mean_gap; /* from an answer to the next one that is posted */
+static int64_t mean_span; /* from when one is posted to its answer */
 static int64_t urgent_period; /* from one to the next in the stream that bulk has waited for last */
 
 /* So long after the last one another is expected (`rails/bulk.py`): steps are short. */
@@ -36,16 +37,24 @@ static int64_t urgent_period; /* from one to the next in the stream that bulk ha
 #define TURN_BYTES (2 << 20)
 #define TURN_STEP_BYTES (512 << 10)
 #define TURN_NS 800000
-/* In a stream that has gaps: before each step whoever else wants the core has it for a moment. */
 #define STREAM_MEMORY_NS 2000000
+/* In a stream that has gaps: before each step whoever else wants the core has it for a moment, where
+ * he may not take it. Each moment is a timer that interrupts somebody, most likely what is urgent. */
 #define MOMENT_NS 20000
 /* It looks again after so long at least: each time somebody may have to leave it his core. */
-#define GIVE_WAY_NS 100000
 #define GIVE_WAY_NS_MAX 5500000
 #define TICK_NS 4000000
 #define TIMER_SLACK_NS 1000
+/* A stream whose gaps are short may go on after this part of one: a step should be over then. What
+ * takes the interpreter takes longer, begins in the first part, and waits for it no longer than that. */
+#define SHORT_GAP_NS 400000
+#define GAP_FOR_STEPS(gap) ((gap) * 5 / 8 - 40000)
+#define GAP_FOR_BOOKS(gap) ((gap) / 4)
+#define AWAIT_GAP_NS 2000000
 #define BULK_TIMESLICE_NS 50000000
 
+/* Whether the kernel lets whoever wakes up have bulk's core at once, as far as is known. */
+static bool timeslices_work = true;
 /* When bulk was last free to move, how many urgent ones there had been; its turn now, or its last. */
 static int64_t bulk_at, turn_ends = INT64_MIN / 2;
 static unsigned bulk_count;
@@ -100,8 +109,13 @@ static void count_urgent(void)
 
 static void uncount_urgent(void)
 {
+    int64_t now = now_ns(), span = since_urgent(now);
+    int64_t mean = __atomic_load_n(&mean_span, __ATOMIC_RELAXED);
+    if (span > GAP_NS_MAX)
+        span = GAP_NS_MAX;
+    __atomic_store_n(&mean_span, mean + (span - mean) / 8, __ATOMIC_RELAXED);
     __atomic_sub_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
-    __atomic_store_n(&urgent_at, now_ns(), __ATOMIC_RELAXED);
+    __atomic_store_n(&urgent_at, now, __ATOMIC_RELAXED);
 }
 
 /* Bulk has moved bytes beside what is urgent. */
@@ -118,12 +132,36 @@ static bool has_turn(int64_t now)
            now < __atomic_load_n(&turn_ends, __ATOMIC_RELAXED);
 }
 
+/* Whether what begins now may meet the next urgent one. One that is overdue may not come at all. */
+static bool is_late(int64_t now, bool books)
+{
+    int64_t gap = __atomic_load_n(&mean_gap, __ATOMIC_RELAXED), since = since_urgent(now);
+    int64_t begins = books ? GAP_FOR_BOOKS(gap) : GAP_FOR_STEPS(gap);
+    return gap >= GAP_NS && gap < SHORT_GAP_NS && since >= begins && since < 2 * gap;
+}
+
+/* How long it is, most likely, to the beginning of the next gap: whoever looks before may take the
+ * core of somebody who is urgent. */
+static int64_t next_gap_ns(int64_t now)
+{
+    int64_t gap = __atomic_load_n(&mean_gap, __ATOMIC_RELAXED), since = since_urgent(now);
+    int64_t span = __atomic_load_n(&mean_span, __ATOMIC_RELAXED), wait = GAP_BEGINS_NS - since;
+    if (any_urgent(now))
+        wait = span + span / 2 - since + GAP_BEGINS_NS;
+    else if (wait <= 0)
+        wait = gap - since + span + GAP_BEGINS_NS;
+    return wait > GAP_BEGINS_NS ? wait : GAP_BEGINS_NS;
+}
+
 static bool is_free(int64_t now)
 {
     int64_t gap = has_gaps() ? GAP_BEGINS_NS : ACCIDENT_NS;
     /* During a turn the others may not have had a core: that they were silent says nothing. */
     int64_t since_turn = now - __atomic_load_n(&turn_ends, __ATOMIC_RELAXED);
-    return !is_others() || (!any_urgent(now) && since_urgent(now) >= gap && since_turn >= gap);
+    if (!is_others())
+        return true;
+    return !any_urgent(now) && since_urgent(now) >= gap && since_turn >= gap &&
+           !is_late(now, false);
 }
 
 /* How long bulk should leave the core to what is urgent before it looks again; 0 = it may move.
@@ -147,7 +185,7 @@ static int64_t give_way_ns(int64_t now)
         return 0;
     }
     if (has_gaps())
-        return GIVE_WAY_NS;
+        return next_gap_ns(now);
     /* Each look may delay one of them: until the turn has come, or the stream may have ended. */
     int64_t left = __atomic_load_n(&urgent_period, __ATOMIC_RELAXED) * (URGENT_PER_TURN - passed);
     if (left > TURN_AFTER_NS - waited)
@@ -177,10 +215,22 @@ static void sleep_ns(int64_t span_ns)
 static void give_way(void)
 {
     int64_t now = now_ns(), pause_ns;
-    if (has_gaps() && is_others() && !has_turn(now) && since_urgent(now) < STREAM_MEMORY_NS)
+    if (!__atomic_load_n(&timeslices_work, __ATOMIC_RELAXED) && has_gaps() && is_others() && !has_turn(now) && since_urgent(now) < STREAM_MEMORY_NS)
         sleep_ns(MOMENT_NS);
     while ((pause_ns = give_way_ns(now_ns())) > 0)
         sleep_ns(pause_ns);
+}
+
+/* Something of bulk has ended, and its books need the interpreter for a moment, which whoever posts
+ * or takes something urgent needs too: they are kept at the beginning of a gap. */
+static void await_gap(void)
+{
+    int64_t now = now_ns(), end = now + AWAIT_GAP_NS;
+    while (now < end && has_gaps() && is_others() && since_urgent(now) < STREAM_MEMORY_NS &&
+           (any_urgent(now) || is_late(now, true))) {
+        sleep_ns(next_gap_ns(now));
+        now = now_ns();
+    }
 }
 
 /* As the kernel has it; the C library knows it only of late. */
@@ -198,8 +248,6 @@ typedef struct {
     int timer_slack;
     SchedulingAttributes before;
 } Courtesy;
-
-static bool timeslices_work = true;
 
 /* Ask for a long time slice: whoever wakes up with a shorter one does not wait for its end then,
  * and the share of the core stays what it was. Kernels before 6.12 ignore the wish, sandboxes may

@@ -144,6 +144,8 @@ static PyObject *progress(PyObject *module, PyObject *const *args, Py_ssize_t co
     Py_BEGIN_ALLOW_THREADS
     begin_courtesy(&courtesy, bulk);
     error = progress_lanes(lanes, (int)n, (int64_t)(timeout_s * 1e9), &finished);
+    if (finished.first && timeout_s > 0 && all_give_way(lanes, (int)n))
+        await_gap();
     end_courtesy(&courtesy);
     Py_END_ALLOW_THREADS
     Py_DECREF(given);

@@ -461,17 +461,38 @@ static int await_ready(Server *server, struct epoll_event *events, int timeout_m
     return n ? n : epoll_wait(server->epoll, events, EVENTS_MAX, timeout_ms);
 }
 
+/* Of what is not small the far shorter goes first, within bounds: somebody waits for a request of
+ * 256 KiB, most likely, and beside one of 4 MiB it has come to its end soon. */
+#define SHORT_PART 4
+#define PASSED_MAX 64
+
+static bool is_passed_over(const Server *server, const Connection *connection)
+{
+    return server->num_turns - connection->turn >= PASSED_MAX;
+}
+
+/* Which of two connections that carry bulk is served first: else the one that has waited longest. */
+static bool precedes(const Server *server, const Connection *one, const Connection *other)
+{
+    uint64_t nbytes = one->request.nbytes, others = other->request.nbytes;
+    if (nbytes <= others / SHORT_PART && !is_passed_over(server, other))
+        return true;
+    if (others <= nbytes / SHORT_PART && !is_passed_over(server, one))
+        return false;
+    return one->turn < other->turn;
+}
+
 /* One sleep and what it woke up for: everybody whose last request was small, then one of the
- * others, the one that has waited longest. So a small request waits for one turn of bulk at most,
- * however many connections carry it. Returns 0 or an errno. */
+ * others. So a small request waits for one turn of bulk at most, however many connections carry
+ * it. Returns 0 or an errno. */
 static int run_once(Server *server, int timeout_ms, bool *woken)
 {
     struct epoll_event events[EVENTS_MAX];
     int n = await_ready(server, events, timeout_ms);
     if (n < 0)
         return errno;
-    const struct epoll_event *bulk = NULL;
-    uint64_t waits_since = UINT64_MAX;
+    uint64_t chosen = 0;
+    uint32_t chosen_events = 0;
     for (int i = 0; i < n; i++) {
         if (events[i].data.u64 == 0) {
             uint64_t count;
@@ -488,26 +509,29 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
             server->looked_fd = connection->input.fd;
             note_small(&server->small);
             serve_ready(server, connection, events[i].events);
-        } else if (connection && connection->turn < waits_since) {
-            waits_since = connection->turn;
-            bulk = &events[i];
+        } else if (connection) {
+            const Connection *other = chosen ? find_connection(server, chosen) : NULL;
+            if (!other || precedes(server, connection, other)) {
+                chosen = connection->id;
+                chosen_events = events[i].events;
+            }
         }
         pthread_mutex_unlock(&server->mutex);
     }
-    if (!bulk)
+    if (!chosen)
         return 0;
     /* On a machine of both sides, whoever was just answered may wait for this very core. */
     if (server->served_small)
         sched_yield();
     lock_between_turns(server);
-    Connection *connection = find_connection(server, bulk->data.u64);
+    Connection *connection = find_connection(server, chosen);
     if (connection) {
         connection->turn = ++server->num_turns;
         if (!server->served_small && is_looked_for(server, connection)) {
             server->looked_for = connection->id;
             server->looked_fd = connection->input.fd;
         }
-        serve_ready(server, connection, bulk->events);
+        serve_ready(server, connection, chosen_events);
     }
     pthread_mutex_unlock(&server->mutex);
     return 0;

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+from transfer.connections.congestion import UNPACED, congestion_of, is_paced, set_congestion
 from transfer.connections.handshake import (
     AcceptorHandshake,
     DialerHandshake,
@@ -37,7 +38,7 @@ from transfer.connections.tls import Credentials
 from transfer.connections.tls_socket import TlsSocket
 from transfer.errors import HandshakeRefused, PeerUnreachable
 from transfer.event_loop import READABLE, WRITABLE, EventLoop
-from transfer.host import address_of, host_identity
+from transfer.host import address_of, host_identity, share_machine
 from transfer.statistics import Tally
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ class Rendezvous:
         self._listeners: list[socket.socket] = []
         # Not watched until the next tick: out of descriptors.
         self._resting: list[socket.socket] = []
+        # What the system has, where callers of this machine are spared it.
+        self._spared = b""
 
     def listen(
         self, host: str, *, rails: Sequence[str] = (), shared_memory: bool, tcp: bool
@@ -123,6 +126,10 @@ class Rendezvous:
         except OSError as error:
             reason = error.strerror or str(error)
             raise OSError(error.errno, f"cannot listen on {host}: {reason}") from error
+        system = congestion_of(listener)
+        if is_paced(system):
+            self._spared = system
+            set_congestion(listener, UNPACED)
         # Numeric: whoever is told it must not have to ask a resolver.
         return "{}:{}".format(*listener.getsockname()[:2])
 
@@ -153,11 +160,12 @@ class Rendezvous:
         name: str | None,
         on_outcome: Callable[[Outcome], None],
         source: str | None = None,
+        within_machine: bool = False,
     ) -> None:
         """Call "host:port", or "@name" for a local socket; the outcome comes by callback.
 
         With `name`, anybody else who answers is turned away. With `source` the call is made
-        from this local address.
+        from this local address. `within_machine`: to a process of the same one.
         """
 
         def admit(purpose: Purpose, found: str) -> str | None:
@@ -173,7 +181,7 @@ class Rendezvous:
             sessions=self._sessions,
         )
         try:
-            sock, code = _begin_to_connect(target, source)
+            sock, code = _begin_to_connect(target, source, UNPACED if within_machine else b"")
         except PeerUnreachable as error:
             on_outcome(error)
             return
@@ -274,6 +282,8 @@ class Rendezvous:
             return
         machine = negotiation.machine
         assert isinstance(machine, AcceptorHandshake)
+        if self._spared and not share_machine(outcome.facts.host, self.facts.host):
+            set_congestion(outcome.sock, self._spared)
         self._install(outcome)
         try:
             negotiation.send(machine.ready())
@@ -320,10 +330,12 @@ class Rendezvous:
         )
 
 
-def _begin_to_connect(target: str, source: str | None) -> tuple[socket.socket, int]:
+def _begin_to_connect(
+    target: str, source: str | None, congestion: bytes
+) -> tuple[socket.socket, int]:
     """Return a socket that is connecting, and what its first step said.
 
-    Never asks a resolver: that would block.
+    With `congestion` that is its algorithm. Never asks a resolver: that would block.
 
     Raises:
         PeerUnreachable: a peer told an address that is none, or there are no descriptors left.
@@ -337,6 +349,8 @@ def _begin_to_connect(target: str, source: str | None) -> tuple[socket.socket, i
         raise PeerUnreachable(shown(target), f"unreachable: {error}") from error
     try:
         sock.setblocking(False)
+        if congestion and family != socket.AF_UNIX:
+            set_congestion(sock, congestion)
         if source is not None:
             sock.bind((source, 0))
         return sock, sock.connect_ex(address)

@@ -22,6 +22,7 @@ from transfer.connections.rendezvous import Rendezvous
 from transfer.connections.resumption import Way
 from transfer.event_loop import EventLoop
 from transfer.explanation import Surroundings
+from transfer.host import share_machine
 from transfer.peer import PeerLink, PeerTable
 from transfer.priority import shares_of
 from transfer.rails.deputy import Deputy, Replaceable, Replacement
@@ -220,7 +221,12 @@ class RailOpener:
         # With a single address the routing decides where we call from.
         source = rail.local if self.own.addresses and rail.backend == "tcp" else None
         self._rendezvous.dial(
-            rail.remote, Purpose.DATA, name=peer.name, source=source, on_outcome=dialed
+            rail.remote,
+            Purpose.DATA,
+            name=peer.name,
+            source=source,
+            within_machine=share_machine(self._rendezvous.facts.host, peer.facts.host),
+            on_outcome=dialed,
         )
 
 

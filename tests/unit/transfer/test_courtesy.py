@@ -145,6 +145,71 @@ def test_bulk_that_nobody_waits_for_goes_on_beside_a_stream() -> None:
 
 
 @needs_compiled
+@pytest.mark.parametrize("gap_s", [100e-6, 500e-6, 3e-3])
+def test_bulk_of_many_slices_moves_in_the_gaps_of_a_stream(gap_s: float) -> None:
+    """Whoever waits for it waits for gaps, with steps and with the books: all of it comes."""
+    nbytes = NBYTES * 8
+    with engine_pair("tcp", rails=("127.0.0.1", "127.0.0.2")) as (a, b):
+        theirs, ours = b.register(allocate(2 * nbytes)), a.register(allocate(2 * nbytes))
+        key = offer(b, theirs, a)
+        ours.array[:] = np.random.default_rng().integers(0, 256, 2 * nbytes, dtype=np.uint8)
+        failures: list[TransferError] = []
+
+        def move() -> None:
+            try:
+                a.write(b.name, ours, key, 0, 0, nbytes, priority=Priority.WEIGHTS).wait()
+            except TransferError as error:  # told by the test's own thread
+                failures.append(error)
+
+        bulk = threading.Thread(target=move)
+        bulk.start()
+        size = 256 << 10
+        end = time.monotonic() + 30.0
+        number = 0
+        while bulk.is_alive() and time.monotonic() < end:
+            at = nbytes + number % (nbytes // size) * size
+            a.write(b.name, ours, key, at, at, size, priority=Priority.ACTIVATIONS).wait()
+            assert (theirs.array[at : at + size] == ours.array[at : at + size]).all()
+            number += 1
+            time.sleep(gap_s)
+        bulk.join(30.0)
+        assert not bulk.is_alive()
+        assert not failures
+        assert (theirs.array[:nbytes] == ours.array[:nbytes]).all()
+        assert native.compiled.num_urgent() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_request_ends_beside_short_ones_without_an_end(kind: str) -> None:
+    """The far shorter go first where there is a choice, and starve nobody."""
+    memory = np.random.default_rng().integers(0, 256, 2 * NBYTES, dtype=np.uint8)
+    short = 256 << 10
+    with rig(kind, 2 * NBYTES) as owner:
+        lanes = [make_lane(kind, owner.connect()) for _ in range(3)]
+
+        def post(lane: object, number: int, at: int, nbytes: int) -> None:
+            head = header(RequestKind.WRITE, transfer_id=number, oldest=1, num_pieces=1,
+                          nbytes=nbytes)  # fmt: skip
+            assert post_one(lane, number, head, True, memory.ctypes.data + at, at, nbytes)
+
+        post(lanes[0], 1, 0, NBYTES)
+        num_posted, done = 1, set[object]()
+        end = time.monotonic() + 20.0
+        while 1 not in done and time.monotonic() < end:
+            for lane in lanes[1:]:
+                while lane.in_flight < 4:
+                    num_posted += 1
+                    post(lane, num_posted, NBYTES + num_posted % 16 * short, short)
+            done.update(item for item, _, _ in progress(kind, lanes, 0.1))
+        assert 1 in done, "none starves"
+        while any(lane.in_flight for lane in lanes) and time.monotonic() < end:
+            progress(kind, lanes, 0.1)
+        assert (owner.memory[:NBYTES] == memory[:NBYTES]).all()
+        for lane in lanes:
+            lane.close()
+
+
+@needs_compiled
 def test_a_lane_of_bulk_gives_way_to_others_requests_only() -> None:
     memory = np.random.default_rng().integers(0, 256, NBYTES, dtype=np.uint8)
     with rig("compiled", NBYTES) as owner:
