@@ -207,17 +207,23 @@ class Mailboxes:
         """Return a sent note, or what is left of it where later ones were taken before it."""
         if not note.stamp:
             return note
+        later = [
+            said
+            for stamp, segment, said in self._recent
+            if stamp > note.stamp and segment == note.segment
+        ]
+        if isinstance(note, Unwritten):
+            # To writes alone: what is taken back later may be a write that comes later still.
+            writes = (_bounds(said) for said in later if not isinstance(said, Unwritten))
+            return None if any(note.offset in begin for begin, _ in writes) else note
+        if not later:
+            return note
         starts: list[int] = []
         ends: list[int] = []
-        for stamp, segment, other in self._recent:
-            if stamp > note.stamp and segment == note.segment:
-                begin, end = _bounds(other)
-                starts += begin
-                ends += end
-        if not starts:
-            return note
-        if isinstance(note, Unwritten):
-            return None if note.offset in starts else note
+        for said in later:
+            begin, end = _bounds(said)
+            starts += begin
+            ends += end
         starts.sort()
         ends.sort()
 

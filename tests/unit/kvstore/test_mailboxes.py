@@ -420,19 +420,20 @@ def written(key, offset, stamp):
 def test_a_late_note_gives_way_to_what_was_left_after_it(stack, still):
     pool = Pool(stack)
     values = fill(pool.store)
-    node = pool.nodes[0]
-    segment = node.segments[0]
+    boxes, segment = pool.nodes[0]._mailboxes, pool.nodes[0].segments[0]
     before = {block.key: block.offset for block in segment.index.blocks()}
     assert set(before) == set(values)
-    stamp, now = min(stamp for stamp, _, _ in node._mailboxes._recent) - 1, time.monotonic_ns()
-    key, offset = next(iter(before.items()))
-    node._mailboxes.take_sent(written(b"l" * 16, offset, stamp))
-    node._mailboxes.take_sent(written(b"o" * 16, offset + SIZE // 2, stamp))
-    node._mailboxes.take_sent(Unwritten(key, offset, 0, stamp))
+    stamp, now = min(stamp for stamp, _, _ in boxes._recent) - 1, time.monotonic_ns()
+    (key, offset), take = next(iter(before.items())), boxes.take_sent
+    take(written(b"l" * 16, offset, stamp))
+    take(written(b"o" * 16, offset + SIZE // 2, stamp))
+    take(Unwritten(key, offset, 0, stamp))
     assert {block.key: block.offset for block in segment.index.blocks()} == before
-    node._mailboxes.take_sent(written(b"n" * 16, offset, now))
+    take(written(b"n" * 16, offset, now))
     assert segment.index.at(offset).key == b"n" * 16
-    node._mailboxes.take_sent(Unwritten(b"n" * 16, offset, 0, time.monotonic_ns()))
+    take(Unwritten(b"c" * 16, offset, 0, now + 2))  # the write itself is still to come
+    take(Unwritten(b"n" * 16, offset, 0, now + 1))
+    take(written(b"c" * 16, offset, now + 1))
     assert segment.index.at(offset) is None
 
 
