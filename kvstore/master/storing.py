@@ -169,9 +169,7 @@ class Storing:
         if not candidates.sets or candidates.sets[0][0].medium is m.Medium.SSD:
             return  # a disk takes long: there a request more does not matter
         keys, lengths = [NO_KEY] * len(fresh), [length] * len(fresh)
-        rows = pool.place_free(keys, lengths, space, candidates)
-        rest = slice(len(rows), None)
-        rows += pool.place_over(keys[rest], lengths[rest], space, candidates)
+        rows = pool.place_many(keys, lengths, space, candidates)
         while len(rows) < len(fresh):
             row = pool.place(NO_KEY, length, space, candidates)
             if row is None:

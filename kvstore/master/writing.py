@@ -165,9 +165,7 @@ class Writing:
                 keys = [keys[position] for position in positions]
                 sums = [sums[position] for position in positions]
             lengths = [length] * len(keys)
-            rows = catalog.pool.place_free(keys, lengths, space, candidates)
-            rest = slice(len(rows), None)
-            rows += catalog.pool.place_over(keys[rest], lengths[rest], space, candidates)
+            rows = catalog.pool.place_many(keys, lengths, space, candidates)
             catalog.describe(rows, sums[: len(rows)], request.chunk_bytes, tenant)
             batch.rows.update(zip(positions, rows, strict=False))
             catalog.puts.hold_all(keys[: len(rows)], rows)

@@ -150,6 +150,13 @@ class CopyTable:
         self.keys[row] = b""
         self._unused.append(row)
 
+    def give_back_all(self, rows: Sequence[int]) -> None:
+        """As `give_back`, of many."""
+        assert row_loops.all_are(self.state, rows, FREE), rows
+        assert row_loops.all_are(self.leases, rows, 0), rows
+        row_loops.place(self.keys, rows, [b""] * len(rows))
+        self._unused += rows
+
     def rows_in(self, segment: int, *states: int) -> list[int]:
         """Return the rows of a segment that are in one of these states. O(all rows)."""
         states_of = np.frombuffer(self.state, np.uint8)

@@ -10,10 +10,11 @@ load of the writers, and everything that was stored lately in one place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from configs.kvstore_policies import FillingPolicy
+from kvstore.master.books.candidates import Candidates
 from kvstore.master.books.segment import Segment
 from kvstore.wire.messages import Medium
 
@@ -68,20 +69,21 @@ class JoinedSegments:
         """Return how many new blocks of this space a joined segment may get now."""
         return max(0, int(self._credit[segment.index] // segment.space_of(space)))
 
-    def placed(self, nbytes: int, at: Segment, joined: Sequence[Segment], rivals: int) -> None:
-        """Count new bytes.
+    def placed(self, blocks: int, space: int, at: Segment, candidates: Candidates) -> None:
+        """Count new blocks.
 
         Args:
-            nbytes: So many.
+            blocks: So many.
+            space: Of each.
             at: Where they are.
-            joined: Joined segments that might have got them.
-            rivals: Bytes of capacity of the other segments that might have.
+            candidates: Which segments might have got them.
         """
+        nbytes, joined = blocks * at.space_of(space), candidates.joined
         credit, most = self._credit, max(CREDIT_MAX, nbytes)
         if at in joined:
             credit[at.index] = max(credit[at.index] - nbytes, -most)
             return
         for segment in joined:
-            earned = nbytes * self.policy.puts_max * segment.capacity / rivals
+            earned = nbytes * self.policy.puts_max * segment.capacity / candidates.rivals
             before = credit[segment.index]
             credit[segment.index] = max(before, min(before + earned, most))

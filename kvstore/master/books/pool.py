@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvstore import row_loops
+from kvstore.master.books.batch_placement import RUN_MAX, BatchPlacement
 from kvstore.master.books.candidates import Candidates
 from kvstore.master.books.copy_state import FREE
 from kvstore.master.books.copy_table import CopyTable
@@ -17,8 +17,6 @@ from kvstore.wire.messages import Medium, NodeAddress, PutOutcome
 
 MEDIA: Final = tuple(Medium)  # fastest first
 SEARCHED_MAX: Final = 8  # segments for each of which rows are gone through once
-RUN_MAX: Final = 15  # evictions of a request in one segment before ages are compared again
-RUNS_MAX: Final = 128  # of these, where it goes on in one segment
 EVICTED_MAX: Final = 16  # times a block's own size may go for it: then its segment is in pieces
 
 
@@ -39,6 +37,7 @@ class SegmentPool:
         self._segments: dict[int, Segment] = {}  # by `Segment.index`
         self._last_index = -1
         self.joined = JoinedSegments()
+        self._batches = BatchPlacement(table, self.of, self.joined, clear)
         self.all_heard_s = -math.inf  # nobody's silence began before this
         self.doubted: set[str] = set()  # nodes that are not sent readers until they are heard of
         self.fast_bytes = 0  # capacity of all segments that are no disks; read it only
@@ -213,64 +212,14 @@ class SegmentPool:
             return Candidates(sets=groups)
         return Candidates(sets=(rest, joined, *others), joined=joined, rivals=rivals)
 
-    def place_free(
+    def place_many(
         self, keys: Sequence[bytes], lengths: Sequence[int], space: int, candidates: Candidates
     ) -> list[int]:
-        """Return rows of open copies of the first of these blocks, as many as free ranges take.
+        """Return rows of open copies of the first of these blocks, as many as can be had at once.
 
-        Like `place` for each of them, as long as nothing has to be evicted.
+        Like `place` for each of them; see `BatchPlacement`.
         """
-        rows: list[int] = []
-
-        def place(segment: Segment, blocks: int) -> None:
-            end = min(len(rows) + blocks, len(keys))
-            while len(rows) < end and segment.may_fit(space):
-                run = segment.place_run(keys[len(rows) : end], lengths[len(rows) : end], space)
-                if not run:
-                    break
-                rows.extend(run)
-
-        for segment in candidates.joined:
-            place(segment, self.joined.blocks(segment, space))
-        for segment, blocks in candidates.turns(len(keys) - len(rows), space):
-            place(segment, blocks)
-        for segment in candidates.sets[0] if candidates.sets else ():
-            place(segment, len(keys))
-        if candidates.joined:
-            for segment, blocks in Counter(map(self.of, rows)).items():
-                self._count(segment, blocks, space, candidates)
-        return rows
-
-    def place_over(
-        self, keys: Sequence[bytes], lengths: Sequence[int], space: int, candidates: Candidates
-    ) -> list[int]:
-        """Return rows of open copies of the first of these blocks, where blocks of their size go.
-
-        Like `place` for each of them, as long as no victim is of another size.
-        """
-        rows: list[int] = []
-        ages = {s: self._age(s) for s in (candidates.sets[0] if candidates.sets else ())}
-        alone = len(ages) == 1  # nobody's ages to compare with
-        last: Segment | None = None
-        most = 0
-        while ages and len(rows) < len(keys):
-            segment = min(ages, key=ages.__getitem__)
-            if segment.may_fit(space):
-                break
-            wanted = len(keys) - len(rows)
-            # Where the oldest were, the next oldest lie as a rule: each run there is twice as long.
-            most = wanted if alone else min(2 * most, RUNS_MAX) if segment is last else RUN_MAX + 1
-            last = segment
-            victims = segment.evict(min(wanted, most), space)
-            if not victims:
-                break
-            run = slice(len(rows), len(rows) + len(victims))
-            self._take_over(segment, victims, keys[run], lengths[run])
-            rows += victims
-            ages[segment] = self._age(segment)  # the only one that has changed
-            if candidates.joined:
-                self._count(segment, len(victims), space, candidates)
-        return rows
+        return self._batches.place(keys, lengths, space, candidates)
 
     def place(
         self,
@@ -300,13 +249,8 @@ class SegmentPool:
         else:
             row = self._place(key, length, space, candidates, without)
         if row is not None:
-            self._count(self.of(row), 1, space, candidates)
+            self.joined.placed(1, space, self.of(row), candidates)
         return row
-
-    def _count(self, segment: Segment, blocks: int, space: int, candidates: Candidates) -> None:
-        """Enter new blocks of a segment in the account of those that joined."""
-        nbytes = blocks * segment.space_of(space)
-        self.joined.placed(nbytes, segment, candidates.joined, candidates.rivals)
 
     def _place(
         self,
@@ -347,7 +291,7 @@ class SegmentPool:
             row = self._make_room(last, key, length, space, candidates)
             if row is not None:
                 return row
-        for segment in sorted(segments, key=self._age) if len(segments) > 1 else segments:
+        for segment in sorted(segments, key=Segment.age) if len(segments) > 1 else segments:
             row = self._make_room(segment, key, length, space, candidates)
             if row is not None:
                 candidates.evicting, candidates.runs_on = segment, RUN_MAX
@@ -369,7 +313,8 @@ class SegmentPool:
             allowance -= self._table.space[victim]
             segment.leave(victim, evicted=True)
             if segment.may_take_over(victim, space):
-                self._take_over(segment, (victim,), (key,), (length,))
+                self._clear((victim,))
+                segment.take_over((victim,), (key,), (length,))
                 return victim
             self._clear((victim,))
             candidates.full.clear()  # there may be something left over
@@ -379,18 +324,3 @@ class SegmentPool:
             if row is not None:
                 return row
         return None
-
-    def _take_over(
-        self,
-        segment: Segment,
-        victims: Sequence[int],
-        keys: Sequence[bytes],
-        lengths: Sequence[int],
-    ) -> None:
-        """Open copies exactly where victims lay."""
-        self._clear(victims)
-        segment.take_over(victims, keys, lengths)
-
-    def _age(self, segment: Segment) -> float:
-        victim = segment.victim()
-        return math.inf if victim is None else self._table.used_at[victim]

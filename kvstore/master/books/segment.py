@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -173,6 +174,26 @@ class Segment:
         self.bytes_in[COMMITTED] -= space
         self.bytes_in[OPEN] += space
 
+    def free_all(self, rows: Sequence[int]) -> None:
+        """Give back the rows and bytes of committed copies that are in no book any more."""
+        table = self._table
+        for state in set(row_loops.gather(table.state, rows)):
+            check_arrow(state, FREE, self.where)
+        row_loops.fill(table.state, rows, FREE)
+        self.bytes_in[COMMITTED] -= row_loops.total(table.space, rows)
+        ranges = zip(
+            row_loops.gather(table.offset, rows), row_loops.gather(table.space, rows), strict=True
+        )
+        begin = end = 0  # of those that touch: they are given back as one
+        for offset, space in sorted(ranges):
+            if offset != end:
+                if end:
+                    self._space.release(begin - self.base, end - begin)
+                begin = offset
+            end = offset + space
+        self._space.release(begin - self.base, end - begin)
+        table.give_back_all(rows)
+
     def space_of(self, space: int) -> int:
         """Return the space that a block takes here: on a disk whole blocks of the file system.
 
@@ -286,6 +307,11 @@ class Segment:
                 return row
             self._policy.hold(row)
         return self._softly.oldest_where(lambda row: not leases[row])
+
+    def age(self) -> float:
+        """When what would be evicted next was used last; infinite if there is nothing."""
+        victim = self.victim()
+        return math.inf if victim is None else self._table.used_at[victim]
 
     def can_make_room(self, space: int) -> bool:
         """Tell whether evicting could free enough bytes at all, before anything is evicted for it.

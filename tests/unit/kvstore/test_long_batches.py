@@ -9,6 +9,7 @@ from itertools import groupby
 
 import pytest
 
+from kvstore.master.books.batch_placement import BatchPlacement
 from kvstore.master.books.candidates import RUN_BYTES
 from kvstore.master.store_master import MasterTiming, StoreMaster
 from kvstore.wire import messages as m
@@ -39,7 +40,7 @@ class Books:
     def put(self, lengths, **more):
         """Return the name of the node of each block, -1 of one without a place."""
         self.batch += 1
-        keys = [secrets.token_bytes(16) for _ in lengths]
+        self.keys = keys = [secrets.token_bytes(16) for _ in lengths]
         reply = self.step(m.Allocate("writer", self.batch, keys, lengths, [7] * len(keys), **more))
         assert isinstance(reply, m.Allocated), reply
         granted = [i for i, o in enumerate(reply.outcomes) if o is m.PutOutcome.GRANTED]
@@ -84,10 +85,8 @@ def test_the_writers_domain_is_spared():
 
 
 @pytest.mark.parametrize("turn", range(8))
-def test_what_has_a_place_somewhere_gets_one(turn):
+def test_what_has_a_place_somewhere_gets_one(seed, turn):
     """Full, in pieces, of unequal nodes: as many blocks as before find a place, no byte twice."""
-    seed = secrets.randbits(64)
-    print(f"seed {seed}")
     rng = random.Random(seed)
     capacities = [rng.randrange(1, 40) * MIB for _ in range(rng.randrange(1, 6))]
     books = Books(capacities)
@@ -98,3 +97,47 @@ def test_what_has_a_place_somewhere_gets_one(turn):
         room -= count
     names = books.put([MIB] * 30)  # for which the oldest go
     assert -1 not in names[: sum(nbytes // MIB for nbytes in capacities)]
+
+
+def filled(lengths):
+    """Books of one segment that these blocks fill, and their keys, the oldest first."""
+    books, found = Books([sum(lengths)]), []
+    for first in range(0, len(lengths), 100):
+        assert -1 not in books.put(lengths[first : first + 100])
+        found += reversed(books.keys)  # of a chain the end goes first
+    assert books.master.statistics().evicted_blocks == 0
+    return books, found
+
+
+@pytest.mark.parametrize("old", [1, 2, 3, 32, 100])
+@pytest.mark.parametrize("new", [1, 2, 5, 16, 100])
+def test_the_oldest_of_another_size_go(seed, monkeypatch, old, new):
+    """Hardly more of them than if room were made block by block."""
+    rng, gone = random.Random(seed), []
+    unit, count = 64 * rng.randrange(1, 50), 100 * rng.randrange(2, 5)
+    fresh = rng.randint(1, count * old // new // 2)
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr(BatchPlacement, "_where_others_go", lambda *_: [])
+        books, keys = filled([unit * old] * count)
+        assert -1 not in books.put([unit * new] * fresh)
+        there = books.step(m.Exists(keys)).flags
+        assert there == sorted(there), "the oldest"
+        gone.append(there.count(False))
+    assert fresh * new <= gone[0] * old
+    assert gone[0] <= gone[1] + max(1, new // old)
+
+
+@pytest.mark.parametrize("turn", range(8))
+def test_what_is_read_or_of_another_size_stands_in_the_way(seed, turn):
+    rng = random.Random(seed)
+    books, keys = filled([64 * rng.choice([1, 1, 1, 2, 3]) for _ in range(400)])
+    read = set(rng.sample(keys, 3))
+    reply = books.step(m.Lookup("reader", list(read), every=True))
+    assert len(reply.node_idx) == len(read)
+    assert -1 not in books.put([64 * 8] * rng.randrange(1, 20))
+    found = dict(zip(keys, books.step(m.Exists(keys)).flags, strict=True))
+    assert all(found[key] for key in read)
+    others = [there for key, there in found.items() if key not in read]
+    assert False in others
+    assert others == sorted(others), "the oldest went, and only they"
