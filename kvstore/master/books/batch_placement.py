@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore import row_loops
 from kvstore.master.books.candidates import Candidates
 from kvstore.master.books.copy_table import CopyTable
 from kvstore.master.books.joined_segments import JoinedSegments
