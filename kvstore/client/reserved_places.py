@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_S: Final = 0.5
 HELD_BYTES_MAX: Final = 32 << 20
-HELD_MAX: Final = 32  # of one size
+HELD_MAX: Final = 64  # of one size
 UNTOLD_MAX: Final = 1024
 GIVE_BACK_S: Final = 1.0  # an unreachable master is not waited for longer
 
