@@ -63,8 +63,8 @@ def put_when_told(pipe: Connection, store: Store, way: str) -> None:
         eventually(lambda: store.put(secrets.token_bytes(16), bytes(512)) == "stored")
     pipe.send("ready")
     batch = pipe.recv()
-    part = store.quick_writes if way == "short" else store.client.core.writing._writer
-    name = "_write" if way == "short" else "_start"
+    part = store.quick_writes._plain if way == "short" else store.client.core.writing._writer
+    name = "write" if way == "short" else "_start"
     write = getattr(part, name)
 
     def pause(*args: object) -> object:
