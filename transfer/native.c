@@ -16,6 +16,7 @@
 #include <assert.h>
 #include <endian.h>
 #include <errno.h>
+#include <linux/futex.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
@@ -45,6 +46,7 @@
 #include "compiled/look.c"
 #include "compiled/courtesy.c"
 #include "compiled/lane.c"
+#include "compiled/left_bulk.c"
 #include "compiled/progress.c"
 #include "compiled/books.c"
 #include "compiled/message.c"
@@ -69,6 +71,7 @@ static PyMethodDef methods[] = {
     FAST(process_vm_read),
     FAST(progress),
     {"num_urgent", num_urgent, METH_NOARGS, num_urgent_doc},
+    {"num_turns_taken", num_turns_taken, METH_NOARGS, num_turns_taken_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -15,6 +15,7 @@ static int urgent_under_way;
 static unsigned urgent_count;
 static int64_t urgent_at = INT64_MIN / 2;
 static uintptr_t urgent_by;
+static int64_t stream_began; /* at the end of the last silence of GAP_NS_MAX */
 static int64_t mean_gap; /* from an answer to the next one that is posted */
 static int64_t mean_span; /* from when one is posted to its answer */
 static int64_t urgent_period; /* from one to the next in the stream that bulk has waited for last */
@@ -72,10 +73,13 @@ static bool any_urgent(int64_t now)
            since_urgent(now) < URGENT_MEMORY_NS;
 }
 
+/* Whether this thread moves bulk of another one. */
+static __thread bool stands_in;
+
 /* Whether another thread has posted the last urgent one: its own ones a thread cannot delay. */
 static bool is_others(void)
 {
-    return __atomic_load_n(&urgent_by, __ATOMIC_RELAXED) != (uintptr_t)pthread_self();
+    return stands_in || __atomic_load_n(&urgent_by, __ATOMIC_RELAXED) != (uintptr_t)pthread_self();
 }
 
 static bool is_beside_urgent(void)
@@ -95,10 +99,13 @@ static void count_urgent(void)
     int64_t mean = __atomic_load_n(&mean_gap, __ATOMIC_RELAXED);
     /* A gap that a turn has made is none of the stream. */
     bool made = __atomic_load_n(&turn_ends, __ATOMIC_RELAXED) >= now - gap;
-    if (any_urgent(now))
+    if (any_urgent(now)) {
         gap = 0;
-    else if (gap > GAP_NS_MAX)
+    } else if (gap > GAP_NS_MAX) {
         gap = GAP_NS_MAX;
+        if (!made)
+            __atomic_store_n(&stream_began, now, __ATOMIC_RELAXED);
+    }
     if (!made)
         __atomic_store_n(&mean_gap, mean + (gap - mean) / 8, __ATOMIC_RELAXED);
     __atomic_add_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
@@ -190,35 +197,45 @@ static int64_t give_way_ns(int64_t now)
     int64_t left = __atomic_load_n(&urgent_period, __ATOMIC_RELAXED) * (URGENT_PER_TURN - passed);
     if (left > TURN_AFTER_NS - waited)
         left = TURN_AFTER_NS - waited;
-    if (left > GIVE_WAY_NS_MAX)
-        left = GIVE_WAY_NS_MAX;
     return left > TICK_NS ? left : TICK_NS;
 }
 
-/* Sleep. Longer than a tick of the system: until one, since whoever it interrupts is late anyway. */
+/* Whether a turn has come, for a thread that has just had an answer. */
+static bool is_turn_due(void)
+{
+    unsigned count = __atomic_load_n(&urgent_count, __ATOMIC_RELAXED);
+    int64_t now = __atomic_load_n(&urgent_at, __ATOMIC_RELAXED);
+    return count - __atomic_load_n(&bulk_count, __ATOMIC_RELAXED) >= URGENT_PER_TURN_MIN ||
+           now - __atomic_load_n(&bulk_at, __ATOMIC_RELAXED) >= TURN_AFTER_NS_MIN;
+}
+
 static void sleep_ns(int64_t span_ns)
 {
     struct timespec span = {0, span_ns};
-    if (span_ns < TICK_NS) {
-        (void)nanosleep(&span, NULL);
-        return;
-    }
+    (void)nanosleep(&span, NULL);
+}
+
+/* Sleep until a tick of the system, since whoever it interrupts is late anyway, or until `*ended` is
+ * not 0 any more and somebody says so; NULL = nobody does. */
+static void sleep_until_tick(int64_t span_ns, int *ended)
+{
+    struct timespec span = {0, span_ns - TICK_NS / 2};
     int slack = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
     (void)prctl(PR_SET_TIMERSLACK, TICK_NS, 0, 0, 0);
-    span.tv_nsec -= TICK_NS / 2;
-    (void)nanosleep(&span, NULL);
+    if (ended)
+        (void)syscall(SYS_futex, ended, FUTEX_WAIT_PRIVATE, 0, &span, NULL, 0);
+    else
+        (void)nanosleep(&span, NULL);
     if (slack > 0)
         (void)prctl(PR_SET_TIMERSLACK, slack, 0, 0, 0);
 }
 
-/* Leave the core to what is urgent, as long as it is not bulk's turn. */
-static void give_way(void)
+/* Where whoever wants the core may not take it, he has it for a moment. */
+static void pause_for_others(int64_t now)
 {
-    int64_t now = now_ns(), pause_ns;
-    if (!__atomic_load_n(&timeslices_work, __ATOMIC_RELAXED) && has_gaps() && is_others() && !has_turn(now) && since_urgent(now) < STREAM_MEMORY_NS)
+    if (!__atomic_load_n(&timeslices_work, __ATOMIC_RELAXED) && has_gaps() && is_others() &&
+        !has_turn(now) && since_urgent(now) < STREAM_MEMORY_NS)
         sleep_ns(MOMENT_NS);
-    while ((pause_ns = give_way_ns(now_ns())) > 0)
-        sleep_ns(pause_ns);
 }
 
 /* Something of bulk has ended, and its books need the interpreter for a moment, which whoever posts

@@ -45,6 +45,8 @@ typedef struct {
 } Lane;
 
 static PyTypeObject lane_type;
+static void forget_left_bulk(void);
+static void rouse_left_bulk(void);
 
 static bool gives_way(const Lane *lane)
 {
@@ -509,6 +511,7 @@ static PyObject *lane_abandon(Lane *lane, PyObject *ignored)
     lane->closed = true;
     /* The child has none of them. */
     __atomic_store_n(&urgent_under_way, 0, __ATOMIC_RELAXED);
+    forget_left_bulk();
     Py_RETURN_NONE;
 }
 
@@ -675,6 +678,7 @@ static PyObject *lane_leave(Lane *lane, PyObject *ident)
 static PyObject *lane_attend(Lane *lane, PyObject *ignored)
 {
     (void)ignored;
+    rouse_left_bulk();
     if (!lane->leader)
         watch_all(lane);
     Py_RETURN_NONE;

@@ -150,6 +150,8 @@ static int lead(Message *message)
     Courtesy courtesy;
     begin_courtesy(&courtesy, !lane->urgent);
     (void)progress_lanes(&lane, 1, DRIVE_NS, &finished);
+    if (lane->urgent && finished.first)
+        take_turn_for_bulk();
     end_courtesy(&courtesy);
     Py_END_ALLOW_THREADS
     bool left = release_lead(lane);

@@ -70,8 +70,8 @@ static int progress_lanes(Lane **lanes, int count, int64_t timeout_ns, Finished 
         if (left < 0)
             left = 0;
         /* The engine's thread (it does not wait) has others to look after. */
-        if (timeout_ns && all_give_way(lanes, count))
-            give_way();
+        if (timeout_ns && all_give_way(lanes, count) && give_way(lanes, count, finished, deadline))
+            return 0;
         int usable = 0;
         bool busy = false;
         for (int i = 0; i < count; i++) {

@@ -179,6 +179,54 @@ def test_bulk_of_many_slices_moves_in_the_gaps_of_a_stream(gap_s: float) -> None
         assert native.compiled.num_urgent() == 0
 
 
+@needs_compiled
+@pytest.mark.parametrize("rails", [("127.0.0.1",), ("127.0.0.1", "127.0.0.2")])
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_thread_of_a_stream_takes_the_turns_of_bulk(
+    rails: tuple[str, ...], *, reads: bool
+) -> None:
+    """Bulk's own thread sleeps; what is urgent and what is not come whole, and both end."""
+    nbytes, small = NBYTES * 8, 4096
+    with engine_pair("tcp", rails=rails) as (a, b):
+        theirs, ours = b.register(allocate(nbytes + small)), a.register(allocate(nbytes + small))
+        key = offer(b, theirs, a)
+        source, target = (theirs, ours) if reads else (ours, theirs)
+        source.array[:] = np.random.default_rng().integers(0, 256, nbytes + small, dtype=np.uint8)
+        move = a.read if reads else a.write
+        failures: list[TransferError] = []
+        wrong = 0
+        stopping = threading.Event()
+
+        def bulk() -> None:
+            nonlocal wrong
+            try:
+                while not stopping.is_set():
+                    target.array[:nbytes] = 0
+                    move(b.name, ours, key, 0, 0, nbytes, priority=Priority.WEIGHTS).wait()
+                    wrong += not (theirs.array[:nbytes] == ours.array[:nbytes]).all()
+            except TransferError as error:  # told by the test's own thread
+                failures.append(error)
+
+        before = native.compiled.num_turns_taken()
+        thread = threading.Thread(target=bulk)
+        thread.start()
+        end = time.monotonic() + 60.0
+        while native.compiled.num_turns_taken() < before + 3 and time.monotonic() < end:
+            ours.array[nbytes:] += 1
+            for _ in range(256):  # without a gap
+                a.write(b.name, ours, key, nbytes, nbytes, small,
+                        priority=Priority.ACTIVATIONS).wait()  # fmt: skip
+            assert (theirs.array[nbytes:] == ours.array[nbytes:]).all()
+        taken = native.compiled.num_turns_taken() - before
+        stopping.set()
+        thread.join(60.0)
+        assert not thread.is_alive(), "it has heard that the stream is over"
+        assert not failures
+        assert not wrong
+        assert taken >= 3
+        eventually(lambda: native.compiled.num_urgent() == 0, "none is under way")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_request_ends_beside_short_ones_without_an_end(kind: str) -> None:
     """The far shorter go first where there is a choice, and starve nobody."""
