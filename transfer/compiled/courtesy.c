@@ -34,6 +34,7 @@ static int64_t urgent_period; /* from one to the next in the stream that bulk ha
 #define URGENT_PER_TURN_MIN 2000
 #define TURN_AFTER_NS 24000000
 #define TURN_AFTER_NS_MIN 20000000
+#define TURN_SOON_NS 1000000
 #define STREAM_COUNT 32 /* so many of them tell how often they come */
 #define TURN_BYTES (2 << 20)
 #define TURN_STEP_BYTES (512 << 10)
@@ -207,6 +208,12 @@ static bool is_turn_due(void)
     int64_t now = __atomic_load_n(&urgent_at, __ATOMIC_RELAXED);
     return count - __atomic_load_n(&bulk_count, __ATOMIC_RELAXED) >= URGENT_PER_TURN_MIN ||
            now - __atomic_load_n(&bulk_at, __ATOMIC_RELAXED) >= TURN_AFTER_NS_MIN;
+}
+
+/* Have the next turn come soon. */
+static void hasten_turn(void)
+{
+    __atomic_store_n(&bulk_at, now_ns() - TURN_AFTER_NS_MIN + TURN_SOON_NS, __ATOMIC_RELAXED);
 }
 
 static void sleep_ns(int64_t span_ns)

@@ -112,8 +112,8 @@ static bool is_over(Lane *lane)
 /* Move a turn's bytes. Returns whether whoever left them should see to them. */
 static bool move_left(const LeftBulk *bulk)
 {
+    int all = __atomic_load_n(&turn_left, __ATOMIC_RELAXED), before;
     bool over = false;
-    int before;
     do {
         before = __atomic_load_n(&turn_left, __ATOMIC_RELAXED);
         for (int i = 0; i < bulk->count && has_turn(now_ns()); i++) {
@@ -121,6 +121,9 @@ static bool move_left(const LeftBulk *bulk)
             over |= is_over(bulk->lanes[i]);
         }
     } while (__atomic_load_n(&turn_left, __ATOMIC_RELAXED) < before);
+    /* There were answers only: what is posted next has its turn as soon as it is there. */
+    if (bulk->finished->first && all - before < SMALL_STEP_BYTES)
+        hasten_turn();
     /* Who wakes up now has none of its own. */
     spend_turn((size_t)before);
     __atomic_store_n(&left_bulk.turn_at, now_ns(), __ATOMIC_RELAXED);
