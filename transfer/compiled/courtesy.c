@@ -18,6 +18,7 @@ static uintptr_t urgent_by;
 static int64_t stream_began; /* at the end of the last silence of GAP_NS_MAX */
 static int64_t mean_gap; /* from an answer to the next one that is posted */
 static int64_t mean_span; /* from when one is posted to its answer */
+static bool was_late;     /* the last one took much longer: a tick has met it, most likely */
 static int64_t urgent_period; /* from one to the next in the stream that bulk has waited for last */
 
 /* So long after the last one another is expected (`rails/bulk.py`): steps are short. */
@@ -31,9 +32,9 @@ static int64_t urgent_period; /* from one to the next in the stream that bulk ha
 /* In a stream that has no gaps bulk has a turn after so many of them, or so long, of so many bytes,
  * and so long: few of them meet it, and none starves. Who has woken up a little early has it too. */
 #define URGENT_PER_TURN 2400
-#define URGENT_PER_TURN_MIN 2000
+#define URGENT_PER_TURN_MIN 1900
 #define TURN_AFTER_NS 24000000
-#define TURN_AFTER_NS_MIN 20000000
+#define TURN_AFTER_NS_MIN 18000000
 #define TURN_SOON_NS 1000000
 #define STREAM_COUNT 32 /* so many of them tell how often they come */
 #define TURN_BYTES (2 << 20)
@@ -121,6 +122,7 @@ static void uncount_urgent(void)
     int64_t mean = __atomic_load_n(&mean_span, __ATOMIC_RELAXED);
     if (span > GAP_NS_MAX)
         span = GAP_NS_MAX;
+    __atomic_store_n(&was_late, span > mean + mean / 2, __ATOMIC_RELAXED);
     __atomic_store_n(&mean_span, mean + (span - mean) / 8, __ATOMIC_RELAXED);
     __atomic_sub_fetch(&urgent_under_way, 1, __ATOMIC_RELAXED);
     __atomic_store_n(&urgent_at, now, __ATOMIC_RELAXED);
@@ -201,13 +203,18 @@ static int64_t give_way_ns(int64_t now)
     return left > TICK_NS ? left : TICK_NS;
 }
 
-/* Whether a turn has come, for a thread that has just had an answer. */
+/* Whether a turn has come, for a thread that has just had an answer. If it can be one that was late
+ * anyway, it is. */
 static bool is_turn_due(void)
 {
     unsigned count = __atomic_load_n(&urgent_count, __ATOMIC_RELAXED);
+    unsigned passed = count - __atomic_load_n(&bulk_count, __ATOMIC_RELAXED);
     int64_t now = __atomic_load_n(&urgent_at, __ATOMIC_RELAXED);
-    return count - __atomic_load_n(&bulk_count, __ATOMIC_RELAXED) >= URGENT_PER_TURN_MIN ||
-           now - __atomic_load_n(&bulk_at, __ATOMIC_RELAXED) >= TURN_AFTER_NS_MIN;
+    int64_t waited = now - __atomic_load_n(&bulk_at, __ATOMIC_RELAXED);
+    if (passed < URGENT_PER_TURN_MIN && waited < TURN_AFTER_NS_MIN)
+        return false;
+    return __atomic_load_n(&was_late, __ATOMIC_RELAXED) || passed >= URGENT_PER_TURN ||
+           waited >= TURN_AFTER_NS_MIN + TICK_NS;
 }
 
 /* Have the next turn come soon. */
