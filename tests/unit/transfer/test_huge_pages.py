@@ -65,7 +65,7 @@ needs_collapse = pytest.mark.skipif(
 
 
 def use_plain_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "_pool", lambda: (0, 0))
+    monkeypatch.setattr(memory_module, "_pool", lambda _: (0, 0))
     monkeypatch.setattr(memory_module, "_asks_for_huge", lambda: False)
 
 
