@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 
 from kvstore import row_loops
 from kvstore.errors import InvariantViolated
-from kvstore.key_index import KeyIndexLike, make_key_index
+from kvstore.key_index import make_key_index
 from kvstore.master.books.copy_state import COMMITTED
 from kvstore.master.books.copy_table import CopyTable
 from kvstore.row_loops import NOWHERE
@@ -22,7 +22,7 @@ class BlockIndex:
     def __init__(self, table: CopyTable) -> None:
         self._table = table
         # Any one copy of each. Read it; it is changed here, and by the catalog for many at once.
-        self.rows: KeyIndexLike = make_key_index(table.keys)
+        self.rows = make_key_index(table.keys)
         table.eviction.find = self.beside
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from configs.schema import TransferBackend, TransferConfig
-from kvstore import MasterServer, MasterUnavailable, PutOutcome, copying, mailbox
+from kvstore import copying, mailbox
 from kvstore.client import reserved_places
 from kvstore.master import storing
 from kvstore.node import mailboxes
@@ -23,13 +23,19 @@ from kvstore.node.indexed_block import blocks_of
 from kvstore.node.mailboxes import RECENT_BLOCKS_MAX, Mailboxes
 from kvstore.wire.left_notes import NoteMalformed, columns_of_rows, read_note, write_note
 from kvstore.wire.messages import HeldBlocks, NodeAddress
-from kvstore.wire.peer_messages import TO_NODE, Unwritten, Written, decode_to_node
+from kvstore.wire.peer_messages import Unwritten, Written
 from tests.support.store_pool import Pool
+from tests.support.told_notes import (
+    SIZE,
+    STORED,
+    fill,
+    fill_in_both_ways,
+    restart,
+    sent_notes,
+)
 from tests.support.waits import eventually
 from transfer import allocate
 
-STORED = PutOutcome.STORED
-SIZE = 4096
 FOREVER = (1 << 63) - 1
 
 pytestmark = pytest.mark.skipif(not mailbox.is_available(), reason="needs the compiled part")
@@ -192,58 +198,12 @@ def still(monkeypatch):
     monkeypatch.setattr(reserved_places, "IDLE_S", 60.0)
 
 
-def sent_notes(store, monkeypatch):
-    """The notes about blocks that a store sends from now on."""
-    engine, sent = store.client.core.engine, []
-    notify = engine.notify
-
-    def count(peer, payload):
-        if payload.startswith(TO_NODE) and isinstance(decode_to_node(payload), Written | Unwritten):
-            sent.append(decode_to_node(payload))
-        notify(peer, payload)
-
-    monkeypatch.setattr(engine, "notify", count)
-    return sent
-
-
-def fill(store, number=8):
-    """Put values until puts of this size are quick; return them by key."""
-    values = {secrets.token_bytes(16): secrets.token_bytes(SIZE) for _ in range(number)}
-    assert {store.put(key, data) for key, data in values.items()} == {STORED}
-    return values
-
-
-def restart(pool, masters):
-    """Put an empty master in the place of the only one, told by the nodes of what there is."""
-    port = int(pool.master.address.rpartition(":")[2])
-    pool.master.close()
-    pool.master = masters.enter_context(MasterServer(pool.config, secret=pool.secret, port=port))
-    pool.masters[:] = [pool.master]
-    eventually(lambda: pool.master.statistics().nodes == len(pool.nodes), "nodes register again")
-    eventually(lambda: answers(pool.store), "the store has found the new master")
-
-
-def answers(store):
-    """Whether the master does; a moment after one that was silent it is not asked."""
-    try:
-        store.exists(bytes(16))
-    except MasterUnavailable:
-        return False
-    return True
-
-
 def test_no_put_wakes_the_node_and_a_new_master_knows_all(stack, monkeypatch, still):
     masters = stack.enter_context(ExitStack())
     pool = Pool(stack, open_put_s=20.0, heartbeat_s=0.1)
     stores = [pool.store, pool.connect()]
     sent = [sent_notes(store, monkeypatch) for store in stores]
-    values = {}
-    for store in stores:
-        values |= fill(store)
-        many = [secrets.token_bytes(16) for _ in range(5)]
-        bodies = [secrets.token_bytes(SIZE) for _ in many]
-        assert set(store.put_batch(many, bodies)) == {STORED}
-        values |= dict(zip(many, bodies, strict=True))
+    values = fill_in_both_ways(stores)
     assert sent == [[], []]
     known = {block.key for block in pool.nodes[0].segments[0].index.blocks()}
     assert known == set(values)

@@ -14,8 +14,15 @@ from kvstore import PutOptions, PutOutcome, mailbox
 from kvstore.client import reserved_places
 from kvstore.wire.peer_messages import Unwritten
 from tests.support.store_pool import Pool
+from tests.support.told_notes import (
+    SIZE,
+    STORED,
+    fill,
+    fill_in_both_ways,
+    restart,
+    sent_notes,
+)
 from tests.support.waits import eventually
-from tests.unit.kvstore.test_mailboxes import SIZE, STORED, fill, restart, sent_notes
 from transfer.backends.server import NOTES_TOLD
 
 TCP = TransferConfig(backend=TransferBackend.TCP)
@@ -35,13 +42,7 @@ def test_nothing_is_sent_and_a_new_master_knows_all(stack, monkeypatch):
     pool = Pool(stack, open_put_s=3.0, heartbeat_s=0.1)
     stores = [pool.connect(transfer=TCP), pool.connect(transfer=TCP), pool.connect()]
     sent = [sent_notes(store, monkeypatch) for store in stores[:2]]
-    values = {}
-    for store in stores:
-        values |= fill(store)
-        many = [secrets.token_bytes(16) for _ in range(5)]
-        bodies = [secrets.token_bytes(SIZE) for _ in many]
-        assert set(store.put_batch(many, bodies)) == {STORED}
-        values |= dict(zip(many, bodies, strict=True))
+    values = fill_in_both_ways(stores)
     assert sent == [[], []]
     assert set(blocks_of(pool)) == set(values)
     restart(pool, masters)
