@@ -81,6 +81,7 @@ class PeerLink:
         self.deputy: Deputy | None = None
         self.num_undecided = 2
         self._process: PeerProcess | None = None
+        self._finding = threading.Lock()
         self.signal: SignalChannel | None = None
         self.state = LinkState.CONNECTING
         self.evidence: str | None = None
@@ -129,16 +130,20 @@ class PeerLink:
             self.rdma.expire(now)
 
     def find_process(self) -> PeerProcess:
-        """Return the process at the other end of the signal socket.
+        """Return the process at the other end of the signal socket. Any thread.
 
         Raises:
             OSError: there is none that this process may see.
+            ProcessLookupError: the link is over.
         """
-        if self.signal is None:
-            raise OSError(errno.ENOTCONN, "no signal socket")
-        if self._process is None:
-            self._process = PeerProcess(self.signal.sock)
-        return self._process
+        with self._finding:
+            if self.state is LinkState.LOST:
+                raise ProcessLookupError(errno.ESRCH, "the link is over")
+            if self.signal is None:
+                raise OSError(errno.ENOTCONN, "no signal socket")
+            if self._process is None:
+                self._process = PeerProcess(self.signal.sock)
+            return self._process
 
     def abandon(self) -> None:
         """Close the descriptors only: the way out after a fork."""
@@ -173,7 +178,9 @@ class PeerLink:
         """End the link; False if it had ended before."""
         if self.state is LinkState.LOST:
             return False
-        self.state = LinkState.LOST
+        with self._finding:
+            self.state = LinkState.LOST
+            self._process = None  # a descriptor: what is over may be in memory for long
         self.evidence = self.farewell or self.evidence or evidence
         self.early.take_all()
         self.settled.set()

@@ -137,6 +137,8 @@ class Settlement:
         is_still = segment.withdraw_from(peer)
         if is_still:
             self._gone(Writer(peer, Role.CLIENT), [segment.number])
+            if not any(writer.name == peer for s in self._segments for writer in s.writers()):
+                self.witness.left(peer)
         return is_still
 
     def _cut_off(self, peer: str, *, disks: bool) -> bool:

@@ -77,6 +77,7 @@ class WriterWitness:
         self._lock = threading.Lock()
         self._processes: dict[str, Exits] = {}  # of those who could map the memory
         self._lost: set[str] = set()  # of these
+        self._left: set[str] = set()  # of these, connected: they gave back all that they had
         self._awaited: dict[str, float] = {}  # of these: a disk is not done; when to look again
         self._cut: OrderedDict[str, bool] = OrderedDict()  # name -> whether it still is
         self._cut_max_reached = False
@@ -95,6 +96,7 @@ class WriterWitness:
             if process is not None and not isinstance(self._processes.get(name), _Unknown):
                 self._processes[name] = process
             self._lost.discard(name)
+            self._left.discard(name)
             self._awaited.pop(name, None)
             anew = name in self._cut or self._cut_max_reached
             if name in self._cut:
@@ -105,11 +107,24 @@ class WriterWitness:
         """Somebody who is not connected yet is given access: nobody can tell when it ends."""
         with self._lock:
             self._processes[name] = _Unknown()
+            self._left.discard(name)
+
+    def left(self, name: str) -> None:
+        """A writer has given all of its keys back: with its link it is forgotten.
+
+        Else a process that lives for long would be watched once for every client it ever had.
+        """
+        with self._lock:
+            if name in self._processes and name not in self._lost:
+                self._left.add(name)
 
     def lost(self, name: str) -> None:
         """A peer's link is closed."""
         with self._lock:
-            if name in self._processes:
+            if name in self._left:
+                self._left.discard(name)
+                self._processes.pop(name)
+            elif name in self._processes:
                 self._lost.add(name)
 
     def is_due(self, now: float) -> bool:

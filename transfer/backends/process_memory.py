@@ -267,6 +267,8 @@ class Locations:
             self._changed.notify_all()
         for token in tokens:
             self.drop(token)
+        with self._changed:
+            self._process = None
 
     def write(self, key: RegionKey, location: Location, source: Region, pieces: Pieces) -> bool:
         """Copy pieces of our region into the window. The caller has checked the bounds.
@@ -295,11 +297,11 @@ class Locations:
         offsets: tuple[Ints, Ints],
         lengths: Ints,
     ) -> bool:
-        process = self._process
-        assert process is not None, "a location is made only where the process was found"
         with self._changed:
             if not location.live:
                 raise AccessRefused(self._peer, "the key was withdrawn")
+            process = self._process
+            assert process is not None, "a location is made only where the process was found"
             location.num_copies += 1
         try:
             if not process.alive:
@@ -363,7 +365,8 @@ class Locations:
             return f"process_vm_readv: {error.strerror}"
         if found.tobytes() != located.nonce or not process.alive:
             return "the process behind the socket is not the peer"
-        self._process = process
+        with self._changed:
+            self._process = None if self._closed else process
         return None
 
 

@@ -99,7 +99,7 @@ class Planning:
         node = self._catalog.pool.node(request.node)
         if node is None:
             return m.Refused(m.RefusalReason.UNKNOWN_NODE, f"no node {request.node}")
-        node.heard_s = now
+        self._catalog.pool.hear(node, now)
         turn, told = self._told.get(request.node, (0, []))
         if request.turn and request.turn == turn:
             return m.Copies([c for c in told if self._copies.is_open(c.copy_id)])

@@ -294,7 +294,7 @@ def test_reports_drop_what_is_corrupt_and_spare_what_others_can_reach():
     assert scene.lookup("r", 2, avoid=["b"]).offsets == []
 
 
-@pytest.mark.parametrize("how", ["heard", "silent", "slept", "left"])
+@pytest.mark.parametrize("how", ["heard", "asked for work", "silent", "slept", "left"])
 def test_who_is_out_of_reach_and_silent_is_asked_for_nothing_until_it_speaks(how):
     scene = Scene("a", "b", "c")
     scene.put("a", 1, 2)
@@ -311,13 +311,15 @@ def test_who_is_out_of_reach_and_silent_is_asked_for_nothing_until_it_speaks(how
     assert scene.figures.unreachable_blocks == 1
     if how == "heard":
         assert scene.step(m.Heartbeat(node)).known
+    elif how == "asked for work":
+        assert scene.step(m.NextCopies(node)).copies == []
     elif how == "slept":
         scene.now += 1000.0
     elif how == "silent":
         scene.pass_time(7.0, *others)
     else:
         scene.step(m.Leave(node))
-    back = how in ("heard", "slept")
+    back = how in ("heard", "asked for work", "slept")
     assert scene.there(1, 2) == ([1, 2] if back else [])
     assert len(scene.lookup("r", 1, 2).offsets) == (2 if back else 0)
     assert scene.figures.blocks == (blocks if back else 0)

@@ -112,6 +112,24 @@ def test_a_link_over_tcp_does_not_make_the_mapping_forgotten(scene):
     assert scene.witness.cut_off_dead() == ["w"]
 
 
+def test_who_left_is_not_watched_any_longer(scene):
+    process = Process()
+    for name in ("v", "w", "x"):
+        scene.admit(name, process)
+    scene.witness.left("nobody that was here")
+    for name in ("v", "w"):
+        scene.witness.left(name)
+    scene.admit("w", process)  # it has asked again
+    for name in ("v", "w", "x"):
+        scene.lose(name)
+    scene.witness.left("x")  # its keys are void: it said nothing
+    assert set(scene.witness._processes) == {"w", "x"}
+    assert not scene.witness._left
+    assert scene.witness.cut_off(["v", "w", "x"]) == ["v"], "the others may have it mapped"
+    process.exited = True
+    assert sorted(scene.witness.cut_off_dead()) == ["w", "x"]
+
+
 def test_nobody_is_forgotten_who_may_come_back(scene, monkeypatch):
     monkeypatch.setattr(writer_witness, "CUT_MAX", 3)
     names = [str(number) for number in range(5)]

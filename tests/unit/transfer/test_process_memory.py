@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -323,3 +324,37 @@ def test_nothing_is_left_after_many_keys() -> None:
         assert b._links.told.tokens() == []
         link = a._table.ready(b.name)
         eventually(lambda: not link.locations._locations, "locations are forgotten")
+
+
+def test_no_descriptor_of_a_process_waits_for_the_collector() -> None:
+    gc.collect()
+    gc.disable()  # links are cycles
+    try:
+        with new_engine() as a:
+            before = processes_held()
+            for i in range(10):
+                with new_engine() as b:
+                    a.connect(b.address)
+                    window = torch.zeros(64, dtype=torch.uint8)
+                    key = b.offer(b.register(window), to=a.name, access=BOTH)
+                    source = a.register(torch.ones(64, dtype=torch.uint8))
+                    transfer = a.write(b.name, source, key, 0, 0, 64)
+                    transfer.wait()
+                    assert transfer.backend == "process_memory"
+                    assert a.process_of(b.name) is not None
+                    assert processes_held() > before, f"engine {i}: nothing to be given back"
+                eventually(lambda b=b: a._table.get(b.name) is None, "it has gone")
+                with pytest.raises(PeerLost):
+                    a.process_of(b.name)
+            assert processes_held() == before
+    finally:
+        gc.enable()
+
+
+def processes_held() -> int:
+    """Count the descriptors of processes."""
+    held = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            held += "pidfd" in os.readlink(f"/proc/self/fd/{number}")
+    return held
