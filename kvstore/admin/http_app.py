@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX: Final = "/v1/store"
 BODY_BYTES_MAX: Final = 1 << 16
+BODY_S: Final = 10.0
 WAIT_S_MAX: Final = 30.0
 LOOK_S: Final = 0.1  # from one look at a verification that is waited for to the next
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -260,10 +261,14 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 async def _read(request: Request, kind: type[BodyT]) -> BodyT:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > BODY_BYTES_MAX:
-            raise HTTPException(413, f"a body has at most {BODY_BYTES_MAX} bytes")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > BODY_BYTES_MAX:
+                    raise HTTPException(413, f"a body has at most {BODY_BYTES_MAX} bytes")
+    except TimeoutError as error:
+        raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from error
     try:
         return msgspec.json.decode(bytes(body) or b"{}", type=kind)  # none: all by default
     except msgspec.MsgspecError as error:

@@ -36,6 +36,7 @@ from kvstore.wire import messages as m
 from kvstore.wire.master_link import MasterLink, ReplyT, expect
 from kvstore.wire.peer_messages import Leader
 from kvstore.wire.standing import MasterRecord, MasterStanding
+from transfer.control import ClientClosed
 from transfer.fan_out import RpcFanOut
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.1
+PARTING_S: Final = 2.0  # who leaves waits for a master no longer, twice at most
 PIECE_BLOCKS: Final = 1 << 12  # between two pieces the master answers others
 SHARE_ALIGNMENT: Final = 4096
 
@@ -119,21 +121,29 @@ class Registration:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and tell the masters that the node leaves. Idempotent."""
+        """Stop, and tell the masters that answer that the node leaves. Idempotent."""
         if self._closing:
             return
         self._closing = True
         self._directory.unsubscribe(self._meet)
         self._awake.set()
-        if self._thread.is_alive():
+        started = self._thread.is_alive()
+        if started:
+            self._thread.join(PARTING_S)
+        self._rpc.close()  # what still waits for a master waits in vain
+        if started:
             self._thread.join()
-        known = [way for way in self._ways if way.registered]
-        for _, reply in self._ask(known, m.Leave(self._engine.name), m.Done):
-            if isinstance(reply, KVStoreError):
-                logger.info("store node %s left without saying so: %s", self._engine.name, reply)
-        self._rpc.close()
         for way in self._ways:
+            if way.registered and way.answers:
+                self._leave(way.link)
             way.link.close()
+
+    def _leave(self, link: MasterLink) -> None:
+        timeout_s = min(PARTING_S, self._config.request_timeout_s)
+        try:
+            link.ask(m.Leave(self._engine.name), m.Done, timeout_s=timeout_s)
+        except KVStoreError as error:
+            logger.info("store node %s left without saying so: %s", self._engine.name, error)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all masters know this node; False at the deadline."""
@@ -174,9 +184,13 @@ class Registration:
                     self._forgotten(way)
                 elif reply.copies:
                     self._on_work(way.link)
+            if self._closing:
+                return False
             self._register([way for way in self._ways if not way.registered])
             self._settle()
             self._bear_witness()
+        except ClientClosed:
+            return False  # by `close`
         except Fenced:
             logger.warning("store node %s is fenced", name)
             return False

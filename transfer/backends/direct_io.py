@@ -30,6 +30,7 @@ MEMORY_FILES: Final = {0x01021994, 0x858458F6}
 # File systems write whole blocks of this size; smaller direct writes are slower or exclusive.
 BLOCK_BYTES: Final = 4096
 HUGE_PAGE_BYTES: Final = 2 << 20
+REFUSED: Final = {errno.EINVAL, errno.EOPNOTSUPP}
 FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -77,6 +78,21 @@ def direct_alignment(fd: int) -> Alignment:
     if libc.fstatfs(fd, answer) == 0 and struct.unpack_from("@l", answer)[0] in MEMORY_FILES:
         return buffered("a file system in memory has no direct access")
     return Alignment(block=BLOCK_BYTES, memory=BLOCK_BYTES)
+
+
+def refusal(fd: int, alignment: Alignment) -> str:
+    """Read a block of a file that is opened for direct access; say why that is refused, or "".
+
+    An overlay takes the flag for files of a file system that refuses what is done with it (Linux
+    6.1, over tmpfs). A disk that cannot be read is another matter: its readers are told.
+    """
+    block = AlignedBuffer(alignment.block).array.data
+    try:
+        os.preadv(fd, [block], 0)
+    except OSError as error:
+        if error.errno in REFUSED:
+            return f"the file system refuses direct access: {error.strerror}"
+    return ""
 
 
 class AlignedBuffer:

@@ -37,6 +37,7 @@ from transfer.backends.direct_io import (
     Alignment,
     buffered,
     direct_alignment,
+    refusal,
     storage_error,
 )
 from transfer.backends.file_work import FileAccess, ReadWork, SyncWork, WriteWork
@@ -332,7 +333,11 @@ class FileSlab:
             try:
                 flags = fcntl.fcntl(fd, fcntl.F_GETFL)
                 fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-                return alignment
+                why = refusal(fd, alignment)
+                if not why:
+                    return alignment
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+                alignment = buffered(why)
             except OSError as error:
                 alignment = buffered(f"the file system refuses O_DIRECT: {error.strerror}")
         if self._config.direct is DirectIO.REQUIRE:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from configs.kvstore_admin import KVAdminConfig
 from configs.schema import TransferConfig
 from kvstore import KVStoreError
-from kvstore.admin import patient_protocol
+from kvstore.admin import http_app, patient_protocol
 from kvstore.admin.admin_server import AdminServer
 from kvstore.admin.metrics import METRICS, NODE_EVENTS, CountsCollector
 from kvstore.admin.remote_admin import RemoteAdmin
@@ -272,6 +272,23 @@ def test_a_body_that_does_not_come_to_its_end_is_no_failure_of_ours(server, capl
         time.sleep(0.2)
     server.close()
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_who_announces_a_body_and_sends_none_is_hung_up_on(server, http, monkeypatch):
+    monkeypatch.setattr(http_app, "BODY_S", 0.5)
+    monkeypatch.setattr(patient_protocol, "SILENCE_S", 0.5)
+    with socket.create_connection(("127.0.0.1", port_of(server))) as caller:
+        caller.settimeout(60.0)
+        caller.sendall(
+            b"POST /v1/store/rebalance HTTP/1.1\r\nHost: here\r\n"
+            b"Authorization: Bearer " + TOKEN.encode() + b"\r\nContent-Length: 100\r\n\r\n{"
+        )
+        said = b""
+        while part := caller.recv(1000):
+            said += part
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert b"the body did not come within 0.5 s" in said
+    assert http.get("/live").status_code == 200
 
 
 def test_a_node_that_leaves_while_it_is_waited_for_is_named(http, master):

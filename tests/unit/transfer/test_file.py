@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
 import time
@@ -93,6 +95,37 @@ def test_a_file_system_without_direct_access_is_told_apart(
         assert "page cache" in caplog.text
     finally:
         path.unlink(missing_ok=True)
+
+
+def test_who_takes_the_flag_and_refuses_what_comes_after_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an overlay over a file system in memory does, before Linux 6.6."""
+    with FileSlab(path, SLAB_BYTES, SMALL) as slab:
+        if not slab.alignment.direct:
+            pytest.skip(f"no direct access here: {slab.alignment.why_buffered}")
+    path.unlink()
+    preadv, refused = os.preadv, []
+
+    def refuse(fd: int, places: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return preadv(fd, places, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    require = SMALL.model_copy(update={"direct": DirectIO.REQUIRE})
+    with pytest.raises(StorageFailed, match="refuses direct access"):
+        FileSlab(path, SLAB_BYTES, require).open()
+    assert not path.exists(), "what was made is removed"
+    with FileSlab(path, SLAB_BYTES, SMALL) as slab:
+        assert len(refused) == 2
+        assert "refuses direct access" in slab.alignment.why_buffered
+        assert not fcntl.fcntl(slab._access.fd, fcntl.F_GETFL) & os.O_DIRECT
+        data, found = content(3000), torch.zeros(3000, dtype=torch.uint8)
+        slab.write(data, 0, 17, 3000)
+        slab.read(found, 0, 17, 3000)
+        assert torch.equal(data, found)
 
 
 def test_a_second_owner_is_refused(slab: FileSlab, path: Path) -> None:
