@@ -44,6 +44,7 @@
 #include "compiled/call_line.c"
 #include "compiled/stream.c"
 #include "compiled/look.c"
+#include "compiled/cores.c"
 #include "compiled/courtesy.c"
 #include "compiled/lane.c"
 #include "compiled/left_bulk.c"
@@ -72,6 +73,7 @@ static PyMethodDef methods[] = {
     FAST(progress),
     {"num_urgent", num_urgent, METH_NOARGS, num_urgent_doc},
     {"num_turns_taken", num_turns_taken, METH_NOARGS, num_turns_taken_doc},
+    {"num_cores_changed", get_num_cores_changed, METH_NOARGS, num_cores_changed_doc},
     {NULL, NULL, 0, NULL},
 };
 

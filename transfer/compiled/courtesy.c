@@ -95,6 +95,15 @@ static bool has_gaps(void)
     return __atomic_load_n(&mean_gap, __ATOMIC_RELAXED) >= GAP_NS;
 }
 
+/* How long to look for an answer. In a stream without gaps what delays one is over after a moment, and
+ * who sleeps meanwhile may wake up on the core of the other side (`cores.c`). Where answers take long
+ * anyway nothing is won. */
+static int64_t look_in_stream_ns(void)
+{
+    bool soon = __atomic_load_n(&mean_span, __ATOMIC_RELAXED) < LOOK_NS;
+    return soon && !has_gaps() ? LOOK_IN_STREAM_NS : LOOK_NS;
+}
+
 static void count_urgent(void)
 {
     int64_t now = now_ns(), gap = since_urgent(now);

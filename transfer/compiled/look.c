@@ -6,6 +6,8 @@
  */
 
 #define LOOK_NS 50000
+/* The same in a stream without gaps, most of whose looks end at once. */
+#define LOOK_IN_STREAM_NS 1000000
 /* Requests and answers of no more bytes are looked for wherever they come from. Within a host those
  * with a payload are too, and its parts as it comes: each sleep in it would cost both sides a wake-up,
  * and while it comes there is hardly anything to look for in vain. */

@@ -30,11 +30,11 @@ static bool take_answer(Lane *lane, Finished *finished)
 /* Look for an answer, until nothing of it comes. Returns whether all of it came, or the lane broke. */
 static bool look_for_answer(Lane *lane, bool yields, Finished *finished)
 {
-    int64_t end = now_ns() + LOOK_NS;
+    int64_t look = lane->urgent ? look_in_stream_ns() : LOOK_NS, end = now_ns() + look;
     bool over;
     do {
         if (take_answer(lane, finished))
-            end = now_ns() + LOOK_NS;
+            end = now_ns() + look;
         over = finished->first || lane->evidence[0];
         if (!over && yields)
             sched_yield();

@@ -430,10 +430,17 @@ static void lock_between_turns(Server *server)
 /* Look for what comes next. Returns as epoll_wait does. */
 static int look_for_next(Server *server, struct epoll_event *events)
 {
-    if (shares_core(&server->looks, server->looked_fd) || !may_look(&server->looks))
+    bool shares = shares_core(&server->looks, server->looked_fd);
+    if (are_small_streaming(&server->small) && leave_shared_core(&server->changes, shares)) {
+        server->looks.num_asked = 0;
+        shares = false;
+    }
+    if (shares || !may_look(&server->looks))
         return 0;
     int n;
-    int64_t end = now_ns() + LOOK_NS;
+    int64_t end = now_ns() + LOOK_NS, until = small_expected_until(&server->small);
+    if (end < until)
+        end = until;
     do
         n = epoll_wait(server->epoll, events, EVENTS_MAX, 0);
     while (!n && now_ns() < end);
@@ -527,9 +534,11 @@ static int run_once(Server *server, int timeout_ms, bool *woken)
     Connection *connection = find_connection(server, chosen);
     if (connection) {
         connection->turn = ++server->num_turns;
-        if (!server->served_small && is_looked_for(server, connection)) {
+        bool streams = now_ns() < small_expected_until(&server->small);
+        if (!server->served_small && (streams || is_looked_for(server, connection))) {
             server->looked_for = connection->id;
-            server->looked_fd = connection->input.fd;
+            if (!streams)
+                server->looked_fd = connection->input.fd;
         }
         serve_ready(server, connection, chosen_events);
     }

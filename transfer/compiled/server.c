@@ -110,6 +110,7 @@ typedef struct {
     uint64_t looked_for;
     int looked_fd;
     Looks looks;
+    CoreChanges changes;
     Offer *offers[OFFER_BUCKETS];
     Peer *peers;
     Connection **slots;

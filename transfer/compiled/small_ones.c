@@ -15,8 +15,12 @@
 #define SMALL_PERIOD_NS 60000
 #define SMALL_TURN_BYTES (TURN_BYTES + TURN_BYTES / 4)
 
+/* Longer ones count as this much in the mean. */
+#define SMALL_PERIOD_NS_MAX 1000000
+
 typedef struct {
     int64_t served_at; /* the last one */
+    int64_t mean_period; /* from one to the next */
     int64_t counted_at;
     unsigned count; /* since then */
     size_t turn_left; /* bytes */
@@ -24,8 +28,24 @@ typedef struct {
 
 static void note_small(SmallOnes *small)
 {
-    small->served_at = now_ns();
+    int64_t now = now_ns(), period = now - small->served_at;
+    if (period > SMALL_PERIOD_NS_MAX)
+        period = SMALL_PERIOD_NS_MAX;
+    small->mean_period += (period - small->mean_period) / 16;
+    small->served_at = now;
     small->count++;
+}
+
+/* Whether they come without gaps. */
+static bool are_small_streaming(const SmallOnes *small)
+{
+    return small->mean_period < SMALL_PERIOD_NS;
+}
+
+/* Until when the next one is looked for at least: as `look_in_stream_ns`. */
+static int64_t small_expected_until(const SmallOnes *small)
+{
+    return small->served_at + (are_small_streaming(small) ? LOOK_IN_STREAM_NS : 0);
 }
 
 /* How many bytes of bulk one system call may move. */

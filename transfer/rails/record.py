@@ -45,6 +45,7 @@ class RailRecord:
         state: its health; changed by `become`.
         out: slices under way, in order of posting.
         bandwidth: estimate, bytes/s; `measured` tells whether it is more than a guess.
+        pace: the same, but not lowered by what bulk had while it gave way to urgent traffic.
         measured_at: time of the last sample, or of the last try to get one.
         progressed_at: time of the last completion, or of the post that ended its idleness.
         cooling_until: when it may be opened, or tried, again.
@@ -64,6 +65,7 @@ class RailRecord:
     state: RailState = RailState.HEALTHY
     out: dict[Slice, None] = field(default_factory=dict)
     bandwidth: float = BANDWIDTH_GUESS
+    pace: float = BANDWIDTH_GUESS
     measured: bool = False
     measured_at: float = 0.0
     progressed_at: float = 0.0
@@ -141,8 +143,8 @@ class RailRecord:
         self.load.add(-part.nbytes, part.urgent)
         return True
 
-    def complete(self, part: Slice, now: float) -> None:
-        """A slice came to its end over this rail: it is well."""
+    def complete(self, part: Slice, now: float, *, gave_way: bool = False) -> None:
+        """A slice came to its end over this rail: it is well. `gave_way`: to urgent traffic."""
         if not self.forget(part):
             return
         self.slices_done += 1
@@ -158,7 +160,7 @@ class RailRecord:
             self.alarmed_at = now
         self.become(RailState.HEALTHY)
         self.backoff_s = BACKOFF_S
-        self._measure(part.nbytes, now)
+        self._measure(part.nbytes, now, gave_way)
 
     def cool(self, now: float) -> list[Slice]:
         """Take it out of use for a while; returns what was under way.
@@ -204,7 +206,7 @@ class RailRecord:
             failed_at=self.failed_at,
         )
 
-    def _measure(self, nbytes: int, now: float) -> None:
+    def _measure(self, nbytes: int, now: float, gave_way: bool) -> None:
         self.sample_bytes += nbytes
         elapsed_s = now - self.sample_start
         if self.sample_bytes < SAMPLE_BYTES or (elapsed_s < SAMPLE_S and self.measured):
@@ -212,6 +214,8 @@ class RailRecord:
         sample = self.sample_bytes / max(elapsed_s, 1e-6)
         weight = SAMPLE_WEIGHT if self.measured else 1.0
         self.bandwidth += weight * (sample - self.bandwidth)
+        if not gave_way or sample > self.pace or not self.measured:
+            self.pace += weight * (sample - self.pace)
         self.measured, self.measured_at = True, now
         self._tell_bandwidth()
         self.sample_start, self.sample_bytes = now, 0

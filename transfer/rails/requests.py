@@ -335,7 +335,7 @@ class Requests:
         operation = part.operation
         is_known = operation.transfer_id in self._core.operations
         if rail is not None and not (is_known and status is Status.OK):
-            rail.complete(part, now)
+            self._core.complete(part, rail, now)
         if not is_known:
             operation.drop_place()
         elif status is not Status.OK:

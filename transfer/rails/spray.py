@@ -88,11 +88,14 @@ class SprayCore:
             only = self.rails[0]
             fast = only.measured and only.bandwidth * SLICE_S >= SLICE_BYTES
             return SLICE_BYTES if fast else SLICE_BYTES // 2
-        known = [r.bandwidth for r in self.rails if r.measured and r.state is RailState.HEALTHY]
+        known = [r for r in self.rails if r.measured and r.state is RailState.HEALTHY]
         if not known:
             return SLICE_BYTES_FIRST
-        long = priority >= Priority.WEIGHTS
-        wanted = int(max(known) * (SLICE_S_BACKGROUND if long else SLICE_S))
+        if priority >= Priority.WEIGHTS:
+            # Not what they had beside urgent traffic: the shorter they are the more of them end.
+            wanted = int(max(rail.pace for rail in known) * SLICE_S_BACKGROUND)
+        else:
+            wanted = int(max(rail.bandwidth for rail in known) * SLICE_S)
         return min(max(1 << max(wanted, 1).bit_length() - 1, SLICE_BYTES_MIN), SLICE_BYTES)
 
     def add(self, operation: Operation) -> None:
@@ -197,7 +200,7 @@ class SprayCore:
     def finish(self, part: Slice, rail: RailRecord | None, now: float) -> bool:
         """A slice was answered over a rail; True if that completes its operation."""
         if rail is not None:
-            rail.complete(part, now)
+            self.complete(part, rail, now)
         if part.done:
             return False
         part.done = True
@@ -206,6 +209,10 @@ class SprayCore:
         if operation.signal is not None and operation.num_finished == operation.num_slices - 1:
             self._queue_signal(operation.signal)
         return operation.num_finished == operation.num_slices
+
+    def complete(self, part: Slice, rail: RailRecord, now: float) -> None:
+        """A rail has done its part for a slice."""
+        rail.complete(part, now, gave_way=not part.urgent and self._is_beside_urgent(now))
 
     def fail(self, parts: list[Slice], rail: RailRecord) -> list[Slice]:
         """Slices were lost on a rail; returns those that go out again."""
@@ -363,10 +370,12 @@ class SprayCore:
         under_way = rail.out_bytes - rail.urgent_bytes
         if not under_way:
             return True
-        beside_urgent = now - self.books.urgent_at < URGENT_MEMORY_S
-        load = rail.load
+        load, beside_urgent = rail.load, self._is_beside_urgent(now)
         most = load.bulk_bytes_max_beside_urgent if beside_urgent else load.bulk_bytes_max
         return under_way + nbytes <= most
+
+    def _is_beside_urgent(self, now: float) -> bool:
+        return now - self.books.urgent_at < URGENT_MEMORY_S
 
 
 def _handicap(order: Tiers, rail: RailRecord) -> float:
