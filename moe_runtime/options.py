@@ -101,5 +101,7 @@ def failures_in_one_line() -> Iterator[None]:
 
     try:
         yield
+    except BrokenPipeError:
+        raise  # who read our output went away (`| head`): click ends without a word
     except (MoeRuntimeError, ElasticError, KVStoreError, TransferError, OSError) as error:
         raise click.ClickException(" ".join(str(error).split())) from error

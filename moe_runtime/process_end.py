@@ -7,19 +7,24 @@ eight workers does nothing else. The kernel frees memory, descriptors and socket
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
 def run_and_end(command: Callable[[], object]) -> NoReturn:
     """Run a command as the whole of this process, then end it at once.
 
-    Nothing registered with `atexit` is called. An error other than `SystemExit` is raised as usual.
+    Nothing registered with `atexit` is called. That there is no room for the output is one line; an
+    error other than that and `SystemExit` is raised as usual.
 
     Args:
         command: Ends with `SystemExit`, as commands of click do, or returns.
@@ -29,13 +34,26 @@ def run_and_end(command: Callable[[], object]) -> NoReturn:
         status = 0
     except SystemExit as end:
         status = _status(end)
+    except OSError as error:
+        status = _no_room(error)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BrokenPipeError:
             status = status or 1  # the reader went away: there is nobody to tell
+        except OSError as error:
+            status = status or _no_room(error)
     os._exit(status)
+
+
+def _no_room(error: OSError) -> int:
+    """Say that a disk is full; an error other than that is raised."""
+    if error.errno not in NO_ROOM:
+        raise error
+    with contextlib.suppress(OSError):  # it may be the disk of this stream
+        sys.stderr.write(f"Error: {error}\n")
+    return 1
 
 
 def _status(end: SystemExit) -> int:

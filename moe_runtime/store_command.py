@@ -90,6 +90,8 @@ def reached(command: Command) -> Command:
             )
             with admin:
                 command(admin=admin, **options)
+        except BrokenPipeError:
+            raise  # who read our output went away (`| head`): click ends without a word
         except (KVStoreError, ValueError, OSError) as error:
             raise click.ClickException(_in_one_line(error)) from error
 
@@ -256,12 +258,12 @@ def tenants(admin: Admin, as_json: bool, quotas: tuple[str, ...]) -> None:
 
 @store_command.command()
 @reached
-@click.option("--dead", default="", metavar="WRITER",
+@click.option("--dead", default=None, metavar="WRITER",
               help="First say that this one (its name, or an unambiguous beginning of it) certainly"
               " runs no more; were it alive, it would spoil others' blocks.")  # fmt: skip
-def writers(admin: Admin, as_json: bool, dead: str) -> None:
+def writers(admin: Admin, as_json: bool, dead: str | None) -> None:
     """Show who may still write to what. Of the dead, it is quarantined until somebody says so."""
-    if dead:
+    if dead is not None:
         admin.confirm_dead(_one_of([row.writer for row in admin.writers().writers], dead, "writer"))
     page = admin.writers()
     if as_json:
@@ -357,7 +359,8 @@ def _one_of(names: list[str], given: str, what: str) -> str:
     found = [given] if given in names else [name for name in names if name.startswith(given)]
     if len(found) == 1 and given:
         return found[0]
-    problem = f"more than one {what} begins with" if found else f"there is no {what}"
+    several = len(found) > 1
+    problem = f"more than one {what} begins with" if several else f"there is no {what}"
     raise click.ClickException(f"{problem} {given!r}; {what}s: {', '.join(names) or 'none'}")
 
 

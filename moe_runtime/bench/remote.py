@@ -212,6 +212,7 @@ def target_process(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {PARENT_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1"},
+        process_group=0,  # Ctrl-C is for us: we end it
     )
     try:
         settings = TargetSettings(config=config.model_dump(mode="json"), secret=secret, cores=cores)

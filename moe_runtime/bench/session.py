@@ -145,6 +145,7 @@ def _measuring_slab(setup: Setup, folder: Path, nbytes: int) -> Iterator[Measure
     slab = new_slab(folder, nbytes)
     try:
         with slab, contextlib.closing(allocate(nbytes)) as memory:
+            slab.path.unlink()  # it is in use without a name: whoever kills us, nothing is left
             yield Measurer(
                 SlabMover(slab),
                 SlabRemote(slab),

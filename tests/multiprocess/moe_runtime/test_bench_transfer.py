@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.serve_process import CommandProcess
+from tests.support.waits import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = ["-m", "moe_runtime", "bench", "transfer"]
@@ -155,6 +157,38 @@ def test_two_ends_and_a_wrong_secret(tmp_path: Path) -> None:
         assert "a" * 32 not in " ".join(psutil.Process(target.pid).cmdline())
         target.send(signal.SIGINT)
         assert target.wait(60) == 0
+
+
+def slab_without_a_name(pid: int) -> bool:
+    found = []
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return any(name.endswith(".slab (deleted)") for name in found)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_who_kills_it_leaves_no_slab(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "slabs"
+    folder.mkdir()
+    command = [*COMMAND, "--backend", "file", "--folder", str(folder), "--seconds", "600"]
+    with CommandProcess(command, tmp_path / "bench") as process:
+        eventually(lambda: slab_without_a_name(process.pid), "it measures a slab")
+        process.send(number)
+        process.wait(60)
+    assert list(folder.iterdir()) == []
+
+
+def test_ctrl_c_does_not_reach_the_target(tmp_path: Path) -> None:
+    """It is ended by the command, which says what happened."""
+    command = [*COMMAND, "--sizes", "4K", "--seconds", "600"]
+    with CommandProcess(command, tmp_path / "bench") as process:
+        eventually(lambda: psutil.Process(process.pid).children(), "the target is there")
+        (target,) = psutil.Process(process.pid).children()
+        eventually(lambda: os.getpgid(target.pid) == target.pid, "it has a group of its own")
+        process.send(signal.SIGINT)
+        assert process.wait(60) == 1
+    assert not target.is_running()
 
 
 def test_nobody_there(tmp_path: Path) -> None:

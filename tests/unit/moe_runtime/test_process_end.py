@@ -53,3 +53,22 @@ def test_another_error_is_not_hidden() -> None:
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
     assert "tidied up" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "body", ["pass", "sys.stdout.flush()", "sys.stdout.write('x' * 100_000)", "sys.exit(0)"]
+)
+def test_a_disk_that_is_full_is_one_line(body: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM.replace("BODY", body)],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line != "logged"]
+    assert said == ["Error: [Errno 28] No space left on device"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import socket
@@ -14,6 +15,7 @@ from configs.schema import TransferConfig
 from kvstore.admin.admin_server import AdminServer
 from kvstore.admin.store_admin import StoreAdmin
 from kvstore.wire import messages as m
+from moe_runtime import store_command
 from moe_runtime.cli import main
 from moe_runtime.store_command import Bytes
 from moe_runtime.store_tables import shown_bytes
@@ -263,11 +265,22 @@ def test_what_a_dead_writer_left_is_freed_when_somebody_says_so(store, master):
     shown = store("writers").stdout
     assert all(name in shown for name in ("abcd", "abff", "0123"))
     assert "3 MiB" in shown
-    for unclear in ("ab", "x"):
+    for unclear in ("ab", "x", ""):
         result = store("writers", "--dead", unclear)
         assert result.exit_code == 1
         assert "writers: 0123, abcd, abff" in result.stderr
+        problem = "there is no writer" if unclear == "x" else "more than one writer begins with"
+        assert problem in result.stderr
     assert m.Fence(["abcd"], dead=True) not in master.asked
     left = json.loads(store("writers", "--dead", "abc", "--json").stdout)["writers"]
     assert m.Fence(["abcd"], dead=True) in master.asked
     assert [row["writer"] for row in left] == ["0123", "abff"]
+
+
+def test_who_reads_only_the_beginning_is_told_nothing_more(store, monkeypatch):
+    def gone(*arguments, **options):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(store_command, "_print_json", gone)
+    result = store("status", "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
