@@ -72,6 +72,7 @@ static PyMethodDef methods[] = {
     FAST(process_vm_read),
     FAST(progress),
     {"num_urgent", num_urgent, METH_NOARGS, num_urgent_doc},
+    {"hurry", hurry, METH_NOARGS, hurry_doc},
     {"num_turns_taken", num_turns_taken, METH_NOARGS, num_turns_taken_doc},
     {"num_cores_changed", get_num_cores_changed, METH_NOARGS, num_cores_changed_doc},
     {NULL, NULL, 0, NULL},

@@ -172,8 +172,11 @@ class SegmentKeys:
 
         It is the node's when the transfer has ended well. Raises TransferError.
         """
-        key, payload = self.known(where), write_note(note)
-        if key is None or len(payload) > NOTE_BYTES_MAX or not self.takes_note(where):
+        key = self.known(where)
+        if key is None or not self.takes_note(where):
+            return None
+        payload = write_note(note)
+        if len(payload) > NOTE_BYTES_MAX:
             return None
         with self._offered:
             if self._nothing is None:

@@ -36,6 +36,10 @@
  * back sooner, and the next copy comes right after its answer. */
 #define TAKEN_NS 150000
 #define LEFT_OUT_MAX 255
+/* Who sums up only is in no hurry: a disk is at the same bytes, and whoever gives it more to do may
+ * want this core. He has it after so many; if he keeps it longer, he was no such, and waits himself. */
+#define LET_BYTES_MIN (256 << 10)
+#define LET_NS_MAX 300000
 
 /* Work in units: two runs of them, `first << 32 | end`, which are taken from atomically. */
 typedef struct Work {
@@ -381,17 +385,29 @@ typedef struct {
     const int64_t *to, *from, *lengths;
     size_t count, per_unit, stream_bytes;
     uint64_t *sums;
+    bool crowded; /* others keep the core when it is left to them */
 } Pieces;
+
+/* Leave the core to whoever wants it; for how many nanoseconds it was somebody else's. */
+static int64_t let_others_run(void)
+{
+    int64_t before = clock_ns();
+    sched_yield();
+    return clock_ns() - before;
+}
 
 static void run_pieces(Work *work, size_t unit)
 {
     Pieces *all = (Pieces *)work;
     size_t first = unit * all->per_unit, left = all->count - first;
     size_t end = first + (left < all->per_unit ? left : all->per_unit);
-    for (size_t i = first; i < end; i++)
+    for (size_t i = first; i < end; i++) {
         all->sums[i] = pass(all->to ? (unsigned char *)(all->target + (uintptr_t)all->to[i]) : NULL,
                             (const unsigned char *)(all->source + (uintptr_t)all->from[i]),
                             (size_t)all->lengths[i], all->stream_bytes);
+        if (!all->to && !all->crowded && all->lengths[i] >= LET_BYTES_MIN)
+            all->crowded = let_others_run() > LET_NS_MAX;
+    }
 }
 
 /* Copy and sum them, of `nbytes` in all: together, each or all, where there is enough of them. */

@@ -124,12 +124,13 @@ class Mailboxes:
         self._free(box)
 
     def close(self) -> None:
-        """Free all; idempotent."""
+        """Take what was left, and free all; idempotent."""
         with self._lock:
             self._closed = True
-            boxes, self._boxes = self._boxes, {}
-            for box in boxes.values():
+            for box in self._boxes.values():
                 self._close(box)
+            self._take(None)
+            boxes, self._boxes = self._boxes, {}
         for box in boxes.values():
             self._free(box)
 

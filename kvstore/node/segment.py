@@ -90,6 +90,18 @@ class Segment:
         """Call `catch_up` before somebody looks at the index: it enters what was said before."""
         self._catch_up = catch_up
 
+    def on_write(self, attend: Callable[[], None]) -> None:
+        """Call `attend` when something is about to be written of which a log has to tell."""
+        memory = self.memory
+        if not isinstance(memory, SsdSegment):
+            return
+
+        def before() -> None:
+            attend()
+            self._catch_up()  # what was said of a place before holds no more, and is not late
+
+        memory.on_write(before)
+
     def open(self, engine: TransferEngine) -> None:
         """Get hold of the bytes and register them. Raises as `SegmentMemory.open`."""
         self._index = self.memory.open()

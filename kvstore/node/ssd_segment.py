@@ -72,6 +72,11 @@ class SsdSegment:
         self._slab = make_slab(path, self._header_at + BLOCK_BYTES, config)
         self._log = IndexLog(path.with_name(path.name + INDEX_SUFFIX), nbytes)
         self._index = KeptIndex(NodeIndex(nbytes))
+        self._before_writes: Callable[[], object] = _nothing
+
+    def on_write(self, call: Callable[[], object]) -> None:
+        """Call something before what lies there is forgotten, at each write. It must not fail."""
+        self._before_writes = call
 
     def open(self) -> KeptIndex:
         """Make the two files, or find out what is in them.
@@ -122,6 +127,7 @@ class SsdSegment:
 
     def store(self, source: NDArray[np.uint8], pieces: Pieces, deadline: float, done: Done) -> None:
         """See `Storage.store`. What lies there is forgotten before it is overwritten."""
+        self._before_writes()
         self._forget(pieces)
         self._slab.store(source, pieces, deadline, done)
 
@@ -205,3 +211,7 @@ class SsdSegment:
         if held and index_is_new:
             self._log.path.unlink(missing_ok=True)
         self._log.close()
+
+
+def _nothing() -> None:
+    """Nobody wants to know of writes."""

@@ -105,9 +105,10 @@ class StoreNode:
             engine, masters, config, self._settlement, secret=secret, on_work=self._copier.wake
         )
         self._mailboxes = Mailboxes(engine, self._enter)
+        self._keeper = IndexKeeper(self._segments)
         for segment in self._segments:
             segment.on_look(self._mailboxes.catch_up)
-        self._keeper = IndexKeeper(self._segments)
+            segment.on_write(self._keeper.attend)
         self._scrubber = Scrubber(self._segments, config.scrub, self._report)
         self._share_copies = config.share_copies
         self._stack = ExitStack()
@@ -242,20 +243,19 @@ class StoreNode:
         # As of after the offer: those before it are asked.
         anew = self._settlement.is_anew() or is_back
         mailbox, clock = b"", ""
-        takes_notes = not note.for_copies and not segment.is_logged
-        if takes_notes:
+        if not note.for_copies:
             mailbox, clock = self._mailboxes.offer_to(peer)
+        # What comes with a write wakes nobody: it cannot wait where a log has to be written.
+        takes_notes = not note.for_copies and not segment.is_logged
         leaders = self._settlement.leaders if anew else []
         offer = OfferSegment(note.ask_id, key.encode(), anew, leaders, mailbox, clock, takes_notes)
         encode = encode_to_node if note.for_copies else encode_to_client
         self._engine.notify(peer, encode(offer))
 
     def _record(self, note: Written | Unwritten) -> None:
+        self._mailboxes.take_sent(note)
         if self._segment(note.segment).is_logged:
-            self._enter(note.segment, [note])
             self._keeper.wake()
-        else:
-            self._mailboxes.take_sent(note)
 
     def _enter(self, number: int, notes: Sequence[Said]) -> None:
         try:

@@ -44,7 +44,7 @@ class CallQueue(BatchQueue):
     ) -> None:
         super().__init__(
             name, backend=backend, threads=threads, queued_max=queued_max,
-            turn_bytes=turn_bytes, closed=closed,
+            turn_bytes=turn_bytes, closed=closed, hurries=True,
         )  # fmt: skip
         self.line: CallLine | None = None
         if native.compiled is not None:

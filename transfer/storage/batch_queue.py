@@ -22,6 +22,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from transfer import native
 from transfer.errors import StorageFailed, TransferError, TransferTimeout
 from transfer.pieces import Ints
 
@@ -121,6 +122,8 @@ class BatchQueue:
         threads: threads, each with its own lane.
         queued_max: batches that wait or run.
         turn_bytes: what a thread takes from one batch at a time.
+        hurries: the threads wait most of the time, do little in between, and a disk waits for that:
+            on a busy core they come before others, where the kernel has it so.
     """
 
     def __init__(
@@ -132,12 +135,14 @@ class BatchQueue:
         queued_max: int,
         turn_bytes: int,
         closed: Callable[[str, str], TransferError],
+        hurries: bool = False,
     ) -> None:
         self._name = name
         self._backend = backend
         self._closed_error = closed
         self._queued_max = queued_max
         self._turn_bytes = turn_bytes
+        self._hurries = hurries
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
@@ -146,7 +151,9 @@ class BatchQueue:
         self._crowded = np.zeros(1, dtype=np.int64)  # whether more than one is alive
         self._closed = True
         self._threads = [
-            threading.Thread(target=self._run, args=(lane,), name=f"{backend}-{lane}", daemon=True)
+            threading.Thread(
+                target=self._begin, args=(lane,), name=f"{backend}-{lane}", daemon=True
+            )
             for lane in range(threads)
         ]
 
@@ -237,6 +244,11 @@ class BatchQueue:
         """Have all threads look that we are closed; return what ended by that. Under the lock."""
         self._work.notify_all()
         return []
+
+    def _begin(self, lane: int) -> None:
+        if self._hurries and native.compiled is not None:
+            native.compiled.hurry()
+        self._run(lane)
 
     def _run(self, lane: int) -> None:
         while self._take_turn(lane):

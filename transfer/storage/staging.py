@@ -353,20 +353,17 @@ class Staging:
 
     def _serving_queue(self) -> BatchQueue:
         with self._lock:
-            self._served = self._served or self._start(f"storages of {self._name}", SERVING_THREADS)
+            name = f"storages of {self._name}"
+            self._served = self._served or self._start(name, SERVING_THREADS, hurries=True)
             return self._served
 
-    def _start(self, name: str, threads: int) -> BatchQueue:
+    def _start(self, name: str, threads: int, *, hurries: bool = False) -> BatchQueue:
         if self._closed:
             raise _closed(name, "")
         queue = BatchQueue(
-            name,
-            backend="staging",
-            threads=threads,
-            queued_max=QUEUED_MAX,
-            turn_bytes=BUFFER_BYTES,
-            closed=_closed,
-        )
+            name, backend="staging", threads=threads, queued_max=QUEUED_MAX,
+            turn_bytes=BUFFER_BYTES, closed=_closed, hurries=hurries,
+        )  # fmt: skip
         queue.open()
         return queue
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import platform
 import random
 import threading
 import time
@@ -12,7 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs.schema import FileConfig
+from tests.support.waits import eventually
 from transfer import native
+from transfer.backends.file import FileSlab
 from transfer.backends.file_calls import FAILED, LATE, OK, STOPPED
 
 pytestmark = pytest.mark.skipif(native.compiled is None, reason="transfer._native is not built")
@@ -205,3 +210,35 @@ def test_many_batches_of_many_threads_each_end_once(tmp_path: Path) -> None:
     assert {outcome for _, outcome in ends} <= {OK, STOPPED}
     scene.written()
     os.close(scene.fd)
+
+
+class _Attributes(ctypes.Structure):
+    """What sched_getattr tells; `runtime` is the time slice."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("flags", ctypes.c_uint64),
+        ("nice", ctypes.c_int32), ("priority", ctypes.c_uint32), ("runtime", ctypes.c_uint64),
+        ("deadline", ctypes.c_uint64), ("period", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+def slice_of(thread_id: int) -> int:
+    """Nanoseconds; 0 where the kernel does not tell."""
+    own = _Attributes()
+    number = {"x86_64": 315, "aarch64": 275}[platform.machine()]
+    ctypes.CDLL(None).syscall(number, thread_id, ctypes.byref(own), ctypes.sizeof(own), 0)
+    return own.runtime
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="numbers of calls")
+def test_threads_of_a_slab_have_short_slices_and_no_others(tmp_path: Path) -> None:
+    mine = slice_of(0)
+    if not mine:
+        pytest.skip("this kernel has no slices of threads")
+    before = {thread.ident for thread in threading.enumerate()}
+    with FileSlab(tmp_path / "slab", BLOCKS * BLOCK, FileConfig(threads=3)) as slab:
+        slab.sync()
+        theirs = [t for t in threading.enumerate() if t.ident not in before]
+        assert len(theirs) == 3
+        eventually(lambda: {slice_of(t.native_id) for t in theirs if t.native_id} == {100_000})
+    assert slice_of(0) == mine
