@@ -31,15 +31,15 @@ static int64_t urgent_period; /* from one to the next in the stream that bulk ha
 #define GAP_NS_MAX 1000000
 /* In a stream that has no gaps bulk has a turn after so many of them, or so long, of so many bytes,
  * and so long: few of them meet it, and none starves. Who has woken up a little early has it too. */
-#define URGENT_PER_TURN 2400
-#define URGENT_PER_TURN_MIN 1900
-#define TURN_AFTER_NS 24000000
-#define TURN_AFTER_NS_MIN 18000000
+#define URGENT_PER_TURN 4800
+#define URGENT_PER_TURN_MIN 3800
+#define TURN_AFTER_NS 48000000
+#define TURN_AFTER_NS_MIN 36000000
 #define TURN_SOON_NS 1000000
 #define STREAM_COUNT 32 /* so many of them tell how often they come */
-#define TURN_BYTES (2 << 20)
+#define TURN_BYTES (4 << 20)
 #define TURN_STEP_BYTES (512 << 10)
-#define TURN_NS 800000
+#define TURN_NS 1600000
 #define STREAM_MEMORY_NS 2000000
 /* In a stream that has gaps: before each step whoever else wants the core has it for a moment, where
  * he may not take it. Each moment is a timer that interrupts somebody, most likely what is urgent. */

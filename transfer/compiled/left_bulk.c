@@ -23,10 +23,10 @@ static struct {
 
 /* Whoever has turns of others, and had the last one so lately, need not look for his own: he sleeps
  * for so long. That the stream is over he is told (`rouse_left_bulk`). */
-#define TURN_MEMORY_NS 30000000
-#define LEFT_NS 45000000
+#define TURN_MEMORY_NS 60000000
+#define LEFT_NS 90000000
 /* After so long beyond its time a thread looks whether what it waits for has moved away. */
-#define LEFT_TOO_LONG_NS 60000000
+#define LEFT_TOO_LONG_NS 110000000
 
 /* The child of a fork has none of the threads, whatever they held. */
 static void forget_left_bulk(void)
