@@ -30,7 +30,7 @@ setup(
         Extension(
             "kvstore._rows",
             ["kvstore/rows.c"],
-            depends=["kvstore/compiled/gone.c", "kvstore/compiled/key_index.c"],
+            depends=sorted(glob("kvstore/compiled/*.c")),
             extra_compile_args=["-O2", "-Wall", "-Wextra"],
             optional=True,
         ),

@@ -592,6 +592,9 @@ static PyObject *share_copies(PyObject *module, PyObject *value)
 }
 
 #include "compiled/mailbox.c"
+#include "compiled/taken_keys.c"
+#include "compiled/post_ring.c"
+#include "compiled/post_box.c"
 #include "compiled/put_block.c"
 
 static PyMethodDef methods[] = {
@@ -628,8 +631,9 @@ PyMODINIT_FUNC PyInit__native(void)
     if (pthread_atfork(NULL, NULL, forget_partner))
         return PyErr_NoMemory();
     (void)idle_cores(); /* opens what it asks */
-    PyObject *module = PyModule_Create(&definition);
-    if (module && PyModule_AddIntConstant(module, "SHORT_BYTES", SHORT_BYTES)) {
+    PyObject *module = PyType_Ready(&post_box_type) ? NULL : PyModule_Create(&definition);
+    if (module && (PyModule_AddIntConstant(module, "SHORT_BYTES", SHORT_BYTES) ||
+                   PyModule_AddObjectRef(module, "PostBox", (PyObject *)&post_box_type))) {
         Py_DECREF(module);
         return NULL;
     }

@@ -574,6 +574,9 @@ static PyObject *follow(PyObject *module, PyObject *const *args, Py_ssize_t coun
 }
 
 #include "compiled/gone.c"
+#include "compiled/taken_keys.c"
+#include "compiled/post_ring.c"
+#include "compiled/post_office.c"
 #include "compiled/key_index.c"
 
 #define METHOD(name, signature, text)                                                              \
@@ -611,8 +614,10 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__rows(void)
 {
-    PyObject *module = PyType_Ready(&key_index_type) ? NULL : PyModule_Create(&definition);
-    if (module && PyModule_AddObjectRef(module, "KeyIndex", (PyObject *)&key_index_type))
+    bool ready = !PyType_Ready(&key_index_type) && !PyType_Ready(&post_office_type);
+    PyObject *module = ready ? PyModule_Create(&definition) : NULL;
+    if (module && (PyModule_AddObjectRef(module, "KeyIndex", (PyObject *)&key_index_type) ||
+                   PyModule_AddObjectRef(module, "PostOffice", (PyObject *)&post_office_type)))
         Py_CLEAR(module);
     return module;
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -83,7 +83,11 @@ class RpcServer:
         host: Address to bind.
         port: 0 picks a free one; see `address` after `open`.
         afterwards: Called once replies to callers of this host are on their way, for what they
-            need not wait for; perhaps late, or not at all. What it raises is logged.
+            need not wait for; perhaps late, or not at all. Returns after how many seconds it is
+            to be called at the latest; None: whenever. What it raises is logged.
+        lend: (client identity, number of the loan) -> descriptors for a caller of this host that
+            asks for them; they stay the server's. What it raises is logged.
+        ended: The loan of this number is over: that caller is gone, or wants another one.
     """
 
     def __init__(
@@ -93,13 +97,17 @@ class RpcServer:
         *,
         host: str,
         port: int = 0,
-        afterwards: Callable[[], None] | None = None,
+        afterwards: Callable[[], float | None] | None = None,
+        lend: Callable[[str, int], Sequence[int]] | None = None,
+        ended: Callable[[int], None] | None = None,
     ) -> None:
         if not 0 <= port <= PORT_MAX:
             raise ValueError(f"a port is in [0, {PORT_MAX}], got {port}")
         self._secret = secret
         self._handler = handler
         self._afterwards = afterwards
+        self._lend = lend
+        self._ended = ended
         self._host = host
         self._port = port
         self._closing = threading.Event()
@@ -138,6 +146,7 @@ class RpcServer:
         self._local = Exchange(
             self.address, self._secret, self._reply, nbytes_max=MESSAGE_BYTES_MAX,
             afterwards=None if self._afterwards is None else self._rest,
+            lend=None if self._lend is None else self._lent, ended=self._loan_ended,
         )  # fmt: skip
         self._local.open()
 
@@ -168,12 +177,33 @@ class RpcServer:
         reply = self._reply(identity.decode(errors="replace"), request)
         socket.send_multipart([identity, request_id, reply])
 
-    def _rest(self) -> None:
+    @property
+    def wakeup(self) -> int:
+        """An eventfd: who writes to it has `afterwards` called; -1 if nobody of this host can."""
+        return -1 if self._local is None else self._local.wakeup
+
+    def _rest(self) -> float | None:
         assert self._afterwards is not None
         try:
-            self._afterwards()
+            return self._afterwards()
         except Exception:
             logger.exception("after the replies")
+            return None
+
+    def _lent(self, identity: str, number: int) -> Sequence[int]:
+        assert self._lend is not None
+        try:
+            return self._lend(identity, number)
+        except Exception:
+            logger.exception("nothing is lent to %s", identity)
+            return ()
+
+    def _loan_ended(self, number: int) -> None:
+        assert self._ended is not None
+        try:
+            self._ended(number)
+        except Exception:
+            logger.exception("at the end of loan %d", number)
 
     def _reply(self, identity: str, request: bytes) -> bytes:
         with self._turn:
@@ -235,6 +265,41 @@ class RpcClient:
             if self._closed:  # `retire` found us busy
                 self._free_if_idle()
         return read_reply(reply, self.address)
+
+    def borrow(self, *, timeout_s: float) -> list[int]:
+        """Return descriptors that a server of this host lends, the caller's from now on.
+
+        Empty if it is elsewhere or lends nothing. An earlier loan is over then; and so is this one
+        when the connection is.
+
+        Raises:
+            RpcTimeout: No answer in time.
+            ClientClosed: Nothing was asked.
+            ControlError: The server ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+            raise RpcTimeout(self.address, timeout_s)
+        try:
+            if self._closed:
+                raise ClientClosed(f"the client of {self.address} is closed")
+            line, self._line = self._line or self._find_line(deadline), None
+            if line is None:
+                return []
+            try:
+                lent = line.borrow(deadline)
+            except TimeoutError as error:
+                line.close()
+                raise RpcTimeout(self.address, timeout_s) from error
+            except BaseException:
+                line.close()
+                raise
+            self._line = line
+            return lent
+        finally:
+            self._lock.release()
+            if self._closed:
+                self._free_if_idle()
 
     def close(self) -> None:
         """Take no further requests, and free the socket; idempotent. Waits for one under way."""

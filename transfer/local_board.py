@@ -14,6 +14,8 @@ from typing import Final
 
 BOARD_BYTES: Final = 8192
 WAKE: Final = 0xFFFFFFFF  # as the length of a frame: look at the board
+LOAN: Final = 0xFFFFFFFE  # as that: what does the server lend? Back with the descriptors
+LENT_MAX: Final = 8  # descriptors at once
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

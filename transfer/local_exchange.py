@@ -8,6 +8,7 @@ kept until it is whole.
 from __future__ import annotations
 
 import hmac
+import itertools
 import logging
 import os
 import secrets
@@ -15,11 +16,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from transfer import native
-from transfer.local_board import WAKE, is_board
+from transfer.local_board import LOAN, WAKE, is_board
 from transfer.local_rpc import (
     IDENTITY_BYTES_MAX,
     LENGTH,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Descriptors = Sequence[int]
 CALLERS_MAX: Final = 4096
 PROOF_S_MAX: Final = 10.0
 REST_S: Final = 0.1
@@ -44,8 +46,8 @@ class _Caller:
     """One connection at the server. `identity` is empty until the caller has proved itself."""
 
     __slots__ = (
-        "arrived", "board", "identity", "shares", "since_s", "socket", "transcript", "unsent",
-        "wanted",
+        "arrived", "board", "identity", "loan", "shares", "since_s", "socket", "transcript",
+        "unsent", "wanted",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket) -> None:
@@ -57,6 +59,7 @@ class _Caller:
         self.unsent = b""
         self.board = -1  # a descriptor that came with its proof, until that was looked at
         self.shares = False  # a board
+        self.loan = 0  # number of what was lent to it; 0: nothing
         self.since_s = time.monotonic()
 
 
@@ -68,7 +71,13 @@ class Exchange:
         secret: The cluster secret.
         answer: (identity, request) -> reply. Must not raise.
         nbytes_max: Of a request.
-        afterwards: Called when replies are on their way. Must not raise.
+        afterwards: Called when replies are on their way, and when somebody wrote to `wakeup`.
+            Returns after how many seconds it is to be called at the latest; None: whenever. Must
+            not raise.
+        lend: (identity, number) -> descriptors for this caller; they stay the server's. Must not
+            raise.
+        ended: The loan of this number is over: the caller hung up, or wants another one instead.
+            Must not raise.
     """
 
     def __init__(
@@ -78,9 +87,14 @@ class Exchange:
         answer: Callable[[str, bytes], bytes],
         *,
         nbytes_max: int,
-        afterwards: Callable[[], None] | None = None,
+        afterwards: Callable[[], float | None] | None = None,
+        lend: Callable[[str, int], Descriptors] | None = None,
+        ended: Callable[[int], None] | None = None,
     ) -> None:
         self._afterwards = afterwards
+        self._lend = lend
+        self._ended = ended
+        self._loans = itertools.count(1)
         self._secret = secret
         self._answer = answer
         self._nbytes_max = nbytes_max
@@ -91,6 +105,7 @@ class Exchange:
         self._resting = 0.0  # until when nobody is accepted
         self._thread: threading.Thread | None = None
         self._compiled: LocalCallers | None = None
+        self._wakeup = -1
 
     def open(self) -> None:
         """Listen. Where the name is taken (by a stranger, then), callers go by ZeroMQ."""
@@ -112,6 +127,11 @@ class Exchange:
         self._thread = threading.Thread(target=self._run, name="rpc-local", daemon=True)
         self._thread.start()
 
+    @property
+    def wakeup(self) -> int:
+        """An eventfd: who writes to it has `afterwards` called. The server's; -1 if there is none."""
+        return self._wakeup
+
     def close(self) -> None:
         """Hang up on all, end the thread and free the socket; idempotent."""
         if self._thread is None:
@@ -122,21 +142,27 @@ class Exchange:
         self._thread = None
         self._epoll.close()
         os.close(self._wakeup)
+        self._wakeup = -1
 
     def _run(self) -> None:
-        callers, wait = self._callers, self._wait
+        callers, wait, soon_s = self._callers, self._wait, None
         if self._compiled is not None:
             wait = self._compiled.wait
         try:
             while not self._closing:
-                for descriptor, events, data in wait(REST_S if self._resting else PROOF_S_MAX):
+                timeout_s = REST_S if self._resting else PROOF_S_MAX
+                if soon_s is not None and soon_s < timeout_s:
+                    timeout_s = soon_s
+                for descriptor, events, data in wait(timeout_s):
                     caller = callers.get(descriptor)
                     if caller is not None:
                         self._serve(caller, events, data)
                     elif descriptor == self._listener.fileno():
                         self._accept()
+                    elif descriptor == self._wakeup and not self._closing:
+                        os.eventfd_read(descriptor)
                 if self._afterwards is not None:
-                    self._afterwards()
+                    soon_s = self._afterwards()
                 if self._unproved:
                     self._drop_unproved()
                 if self._resting and time.monotonic() > self._resting:
@@ -212,6 +238,11 @@ class Exchange:
                 at += LENGTH.size
                 left -= LENGTH.size
                 continue
+            if nbytes == LOAN and caller.shares:
+                self._lend_to(caller)
+                at += LENGTH.size
+                left -= LENGTH.size
+                continue
             if nbytes > (self._nbytes_max if caller.identity else NONCE_BYTES + IDENTITY_BYTES_MAX):
                 return False
             start = at + LENGTH.size
@@ -263,6 +294,25 @@ class Exchange:
             _drop_board(caller)
         return True
 
+    def _lend_to(self, caller: _Caller) -> None:
+        """Answer a caller that asks for a loan; raise OSError if it does not take the answer."""
+        descriptors: Descriptors = ()
+        if self._lend is not None:
+            self._end_loan(caller)
+            number = next(self._loans)
+            descriptors = self._lend(caller.identity, number)
+            caller.loan = number if descriptors else 0
+        answer = LENGTH.pack(LOAN)
+        if descriptors:
+            socket.send_fds(caller.socket, [answer], descriptors)  # who asks reads
+        else:
+            self._send(caller, answer)
+
+    def _end_loan(self, caller: _Caller) -> None:
+        if caller.loan and self._ended is not None:
+            self._ended(caller.loan)
+        caller.loan = 0
+
     def _send(self, caller: _Caller, data: bytes) -> None:
         was_waiting = caller.unsent
         if was_waiting:
@@ -286,6 +336,7 @@ class Exchange:
         self._callers.pop(caller.socket.fileno(), None)
         self._unproved.discard(caller)
         caller.socket.close()
+        self._end_loan(caller)
 
     def _drop_unproved(self) -> None:
         late_s = time.monotonic() - PROOF_S_MAX

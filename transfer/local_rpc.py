@@ -16,7 +16,9 @@ Each frame is its length (u32, little-endian) and that many bytes. Each mac is H
 key from the secret, over the direction, both nonces and the identity. Nothing is encrypted: the
 bytes never leave the kernel, which shows them to nobody but root. A caller that asks in a stream
 offers its server memory, too, where both read each other's short frames without the kernel
-(`transfer/local_board.py`). The server's end is in `transfer.local_exchange`.
+(`transfer/local_board.py`). A server may lend descriptors, of memory for instance, to a caller with
+whom it shares a board; the loan ends with the connection. The server's end is in
+`transfer.local_exchange`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -32,7 +35,7 @@ from typing import Final
 
 from transfer import native
 from transfer.errors import ControlError
-from transfer.local_board import new_board
+from transfer.local_board import LENT_MAX, LOAN, WAKE, new_board
 
 NONCE_BYTES: Final = 32
 MAC_BYTES: Final = 32
@@ -115,6 +118,7 @@ class Line:
 
     def __init__(self, sock: socket.socket, board: int = -1) -> None:
         self._socket = sock
+        self._shares = board >= 0
         self._ask = self._ask_in_python
         self._send, self._receive = self._send_in_python, self._receive_in_python
         if native.compiled is not None:
@@ -187,6 +191,57 @@ class Line:
         except ConnectionError as error:
             raise LineBroken(str(error)) from error
 
+    def borrow(self, deadline_s: float) -> list[int]:
+        """Return descriptors that the server lends, the caller's from now on; it may lend none.
+
+        Raises:
+            TimeoutError: No answer in time.
+            LineBroken: There will be none.
+        """
+        if not self._shares:
+            return []
+        descriptors: list[int] = []
+        try:
+            self._socket.sendall(LENGTH.pack(LOAN))
+            word = WAKE
+            while word == WAKE:  # of the board: it woke nobody who waited
+                data, more = self._some_with_descriptors(deadline_s)
+                descriptors += more
+                (word,) = LENGTH.unpack(data)
+        except BaseException:
+            _close_all(descriptors)
+            raise
+        if word != LOAN:
+            _close_all(descriptors)
+            raise LineBroken("something else than a loan was answered")
+        return descriptors
+
+    def _some_with_descriptors(self, deadline_s: float) -> tuple[bytes, list[int]]:
+        """Take one word that is no frame, and the descriptors that came with it."""
+        data, descriptors = b"", []
+        while len(data) < LENGTH.size:
+            ready = select.poll()
+            ready.register(self._socket, select.POLLIN)
+            if not ready.poll(_left(deadline_s) * 1e3):
+                _close_all(descriptors)
+                raise TimeoutError
+            flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            try:
+                some, more, _, _ = socket.recv_fds(
+                    self._socket, LENGTH.size - len(data), LENT_MAX, flags
+                )
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                _close_all(descriptors)
+                raise LineBroken(f"the connection broke: {error}") from error
+            descriptors += more
+            if not some:
+                _close_all(descriptors)
+                raise LineBroken("the connection was closed before the loan")
+            data += some
+        return data, descriptors
+
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
@@ -258,6 +313,12 @@ def _some(sock: socket.socket, deadline_s: float) -> bytes:
     if not data:
         raise ConnectionError("the connection was closed before the reply")
     return data
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    descriptors.clear()
 
 
 def _left(deadline_s: float) -> float:

@@ -145,6 +145,14 @@ class MasterMap:
             left_s = max(0.001, left_s - (time.monotonic() - begun_s))
         return self.ask(m.decode_request(payload), m.Stored, timeout_s=left_s)
 
+    def borrow(self, timeout_s: float) -> list[int]:
+        """Return descriptors that the only master lends; none if there are several.
+
+        Raises:
+            TransferError: There is no answer.
+        """
+        return [] if self._link is None else self._link.borrow(timeout_s)
+
     def _answer(self, request: m.Request, timeout_s: float) -> Answer:
         patient = isinstance(request, PATIENT)
         if self._link is not None:

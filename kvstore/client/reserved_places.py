@@ -46,6 +46,7 @@ class ReservedPlace(NamedTuple):
         space: Bytes there.
         batch: The place's number.
         until_s: Nothing is begun to be written after this, on the monotonic clock.
+        generation: Of the posts of its master; see `PostBoxes.generation`.
     """
 
     where: m.NodeAddress
@@ -53,6 +54,7 @@ class ReservedPlace(NamedTuple):
     space: int
     batch: int
     until_s: float
+    generation: int
 
 
 class Wanted(NamedTuple):
@@ -149,6 +151,10 @@ class ReservedPlaces:
             return Wanted(more=[number() for _ in range(count)])
         return Wanted(more=ordered[0], since_s=ordered[1])
 
+    def has_ordered(self, shard: int, space: int) -> bool:
+        """Tell whether others of this size will be there when these are used up."""
+        return (shard, space) in self._ordered
+
     def order(self, shard: int, space: int, numbers: Sequence[int], since_s: float) -> None:
         """The master opens these, or has: it was asked after that time, and has answered."""
         kind = shard, space
@@ -162,8 +168,17 @@ class ReservedPlaces:
                 self._used_s.setdefault(kind, time.monotonic())
             self._watch()
 
-    def reserve(self, request: m.Reserve, shard: int, space: int) -> ReservedPlace | None:
-        """Ask for a place; None if there is none. Raises KVStoreError."""
+    def reserve(
+        self, request: m.Reserve, shard: int, space: int, generation: int
+    ) -> ReservedPlace | None:
+        """Ask for a place; None if there is none. Raises KVStoreError.
+
+        Args:
+            request: Names it.
+            shard: Of the master.
+            space: Of the place.
+            generation: From before this.
+        """
         with self._lock:
             if self._closed:
                 return None
@@ -178,7 +193,8 @@ class ReservedPlaces:
         if reply.place is None:
             return None
         until_s = asked_s + reply.put_s / 2
-        return ReservedPlace(reply.place.where, reply.place.offset, space, request.batch, until_s)
+        where, offset = reply.place.where, reply.place.offset
+        return ReservedPlace(where, offset, space, request.batch, until_s, generation)
 
     def abandon(self, shard: int, *batches: int) -> None:
         """Nothing is or will be written into these; the master is told with the next request."""

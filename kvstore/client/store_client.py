@@ -28,6 +28,7 @@ from kvstore.client.locations import Hit
 from kvstore.client.master_map import MasterMap
 from kvstore.client.pieces import Pieces, integers
 from kvstore.client.put_options import PutOptions
+from kvstore.client.post_box import PostBoxes
 from kvstore.client.reserved_places import ReservedPlaces
 from kvstore.client.segment_keys import SegmentKeys
 from kvstore.client.tenant import Tenant
@@ -102,6 +103,7 @@ class StoreClient:
             lambda request, timeout_s: self._link.ask(request, m.Reserved, timeout_s=timeout_s),
             engine.name,
         )
+        self.posts = PostBoxes(self._link.borrow)
         self.core.under_way.on_question(self.places.let_go)
         self._stack = ExitStack()
         self._stack.enter_context(sharing_copies(config.share_copies))
@@ -112,10 +114,11 @@ class StoreClient:
 
     def quick_writes(self) -> QuickWrites:
         """Return the short way of single puts."""
-        return QuickWrites(self.core, self._link, self.segments, self.places)
+        return QuickWrites(self.core, self._link, self.segments, self.places, self.posts)
 
     def close(self) -> None:
         """Stop using the store. Held leases are released, others end by themselves."""
+        self.posts.close()
         self.places.close()
         self.leases.close()
         self._link.close()

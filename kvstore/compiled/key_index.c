@@ -5,7 +5,8 @@
  *
  * A key is looked for from its print's own slot on; there are always empty ones. What is taken out
  * leaves no trace, so the table does not grow while keys come and go. A larger table has the same
- * order: growing copies one slot behind the other and looks at no key. Part of `kvstore/rows.c`.
+ * order: growing copies one slot behind the other and looks at no key. An index may be mirrored: then
+ * a post office has a word for each of its keys (`taken_keys.c`). Part of `kvstore/rows.c`.
  */
 
 #define SLOTS_MIN 64
@@ -20,6 +21,7 @@ typedef struct {
     PyObject *keys;
     KeySlot *slots;
     Py_ssize_t num_slots, used;
+    PostOffice *office; /* has a word for each key; null: none does */
 } KeyIndex;
 
 static Py_ssize_t key_slot_of(const KeyIndex *index, uint32_t print)
@@ -135,6 +137,8 @@ static Py_ssize_t enter_key(KeyIndex *index, PyObject *key, int32_t row)
     if (reserve_key(index))
         return -1;
     index->used++;
+    if (index->office)
+        enter_word(index->office, key);
     return put_key(index, (KeySlot){print, row});
 }
 
@@ -199,6 +203,8 @@ static int remove_key(KeyIndex *index, PyObject *key)
         return -1;
     }
     take_key_out(index, slot);
+    if (index->office)
+        leave_word(index->office, key);
     return 0;
 }
 
@@ -255,6 +261,19 @@ static PyObject *key_index_rows(KeyIndex *index, PyObject *ignored)
     return rows;
 }
 
+static PyObject *key_index_mirror(KeyIndex *index, PyObject *office)
+{
+    if (office != Py_None && !Py_IS_TYPE(office, &post_office_type)) {
+        PyErr_SetString(PyExc_TypeError, "expected a PostOffice, or None");
+        return NULL;
+    }
+    Py_XSETREF(index->office, office == Py_None ? NULL : (PostOffice *)Py_NewRef(office));
+    for (Py_ssize_t slot = 0; index->office && slot < index->num_slots; slot++)
+        if (index->slots[slot].row != EMPTY)
+            enter_word(index->office, PyList_GET_ITEM(index->keys, index->slots[slot].row));
+    Py_RETURN_NONE;
+}
+
 static Py_ssize_t key_index_length(KeyIndex *index)
 {
     return index->used;
@@ -303,6 +322,7 @@ static PyObject *key_index_new(PyTypeObject *type, PyObject *args, PyObject *key
 static void key_index_dealloc(KeyIndex *index)
 {
     Py_XDECREF(index->keys);
+    Py_XDECREF(index->office);
     PyMem_Free(index->slots);
     Py_TYPE(index)->tp_free((PyObject *)index);
 }
@@ -323,6 +343,7 @@ static PyMethodDef key_index_methods[] = {
     KEY_METHOD(claim, METH_FASTCALL, "claim(keys, rows)\n--\n\nAs `row_loops.claim`."),
     KEY_METHOD(drop, METH_O, "drop(keys)\n--\n\nAs `row_loops.drop`."),
     KEY_METHOD(has_any, METH_O, "has_any(keys)\n--\n\nTell whether one of them is there."),
+    KEY_METHOD(mirror, METH_O, "mirror(office)\n--\n\nKeep a word for each key there; None: nowhere."),
     KEY_METHOD(rows, METH_NOARGS, "rows()\n--\n\nReturn all rows, in no order."),
     {"__contains__", (PyCFunction)key_index_has, METH_O | METH_COEXIST, NULL},
     {"__sizeof__", (PyCFunction)key_index_sizeof, METH_NOARGS, NULL},

@@ -1,5 +1,5 @@
-/* One plain put, up to its request: the copy with its checksum, the note to the node, and the bytes of
- * the request that the master is asked with, all without Python in between.
+/* One plain put, up to its request: the copy with its checksum, the note to the node, and the post to
+ * the master or the bytes of the request that it is asked with, all without Python in between.
  *
  * The request is the MessagePack of a `Store` (`kvstore/wire/requests.py`): its head up to the client
  * and its tail from `more` on are the same for many puts, and come as they are. */
@@ -78,15 +78,29 @@ static bool leave_row(const Mailbox *box, uint32_t segment, uint64_t offset, con
 
 PyDoc_STRVAR(put_block_doc,
              "put_block(target, target_offset, source, source_offset, nbytes, stream_bytes, box, "
-             "box_bytes, segment, key, batch, following, head, tail)\n--\n\nCopy one piece as "
-             "`copy_one_summed`, leave a note of it in a mailbox and return the request that makes "
-             "it a block; its checksum if no note could be left.");
+             "box_bytes, segment, key, batch, following, head, tail, posts, generation)\n--\n\nCopy "
+             "one piece as `copy_one_summed`, leave a note of it in a mailbox, and post it: None if "
+             "it is a block now. Else return the request that makes it one; its checksum if no "
+             "note could be left. `posts`: a `PostBox`, or None.");
+
+/* The put's claim of its key, if it may be posted; null: it is asked for. */
+static PostBox *take_claim(PyObject *posts, PyObject *generation, const unsigned char *key)
+{
+    if (posts == Py_None)
+        return NULL;
+    uint64_t of_place = PyLong_AsUnsignedLongLong(generation);
+    if (PyErr_Occurred())
+        return NULL;
+    PostBox *box = (PostBox *)posts;
+    return claim_key(box, key, of_place) ? box : NULL;
+}
 
 static PyObject *put_block(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 14 || !PyBytes_Check(args[9]) || PyBytes_GET_SIZE(args[9]) != STORE_KEY_BYTES ||
-        !PyBytes_Check(args[12]) || !PyBytes_Check(args[13])) {
-        PyErr_SetString(PyExc_TypeError, "put_block takes 14 arguments, among them a key of 16 bytes");
+    if (count != 16 || !PyBytes_Check(args[9]) || PyBytes_GET_SIZE(args[9]) != STORE_KEY_BYTES ||
+        !PyBytes_Check(args[12]) || !PyBytes_Check(args[13]) ||
+        (args[14] != Py_None && !Py_IS_TYPE(args[14], &post_box_type))) {
+        PyErr_SetString(PyExc_TypeError, "put_block takes 16 arguments, among them a key of 16 bytes");
         return NULL;
     }
     Mailbox box;
@@ -101,13 +115,20 @@ static PyObject *put_block(PyObject *module, PyObject *const *args, Py_ssize_t c
             PyErr_SetString(PyExc_ValueError, "no number of a segment");
         return NULL;
     }
-    PyObject *checksum = copy_one_summed(module, args, 6);
-    if (!checksum)
-        return NULL;
-    store.length = PyLong_AsUnsignedLongLong(args[4]);
-    store.checksum = PyLong_AsUnsignedLongLong(checksum);
-    if (!leave_row(&box, (uint32_t)segment, PyLong_AsUnsignedLongLong(args[1]), &store))
+    PostBox *claim = take_claim(args[14], args[15], store.key);
+    PyObject *checksum = PyErr_Occurred() ? NULL : copy_one_summed(module, args, 6);
+    if (checksum) {
+        store.length = PyLong_AsUnsignedLongLong(args[4]);
+        store.checksum = PyLong_AsUnsignedLongLong(checksum);
+    }
+    if (!checksum || !leave_row(&box, (uint32_t)segment, PyLong_AsUnsignedLongLong(args[1]), &store)) {
+        if (claim)
+            withdraw_claim(claim);
         return checksum;
+    }
     Py_DECREF(checksum);
+    Post fresh = {.batch = store.batch, .length = store.length, .checksum = store.checksum};
+    if (claim && post_store(claim, store.key, &fresh))
+        Py_RETURN_NONE;
     return store_request(args[12], args[13], &store);
 }

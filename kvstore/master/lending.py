@@ -49,6 +49,10 @@ class Lending:
             self._catalog.drop_node(node)
         return pool.all_heard_s + self._timing.silence_s
 
+    def is_silent(self, now: float) -> bool:
+        """Whether `advance` might drop a node."""
+        return self._catalog.pool.all_heard_s + self._timing.silence_s <= now
+
     def _register(self, request: m.Register, now: float) -> m.Reply:
         pool = self._catalog.pool
         if request.base % ALIGNMENT or request.capacity < 0:

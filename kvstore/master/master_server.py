@@ -22,6 +22,7 @@ import msgspec
 from kvstore.events.event_log import EventLog
 from kvstore.events.publisher import EventPublisher
 from kvstore.master.books.tenants import TenantRule
+from kvstore.master.posts import Posts
 from kvstore.master.store_master import MasterTiming, StoreMaster
 from kvstore.shards.plan import shard_of
 from kvstore.wire import messages as m
@@ -75,6 +76,10 @@ class MasterServer:
         self._shard = shard
         self._is_one_of_several = shard is not None and config.masters.num_shards > 1
         self._clock = clock
+        # Who posts compares times with ours, so they must be of the host's clock.
+        self._takes_posts = (
+            clock is time.monotonic and Posts.possible() and not self._is_one_of_several
+        )
         self._lock = threading.Lock()  # the server's thread, and whoever calls the methods below
         self._term = 0
         self._leads_until_s = -math.inf
@@ -84,9 +89,11 @@ class MasterServer:
         self._sealed: tuple[m.Reply | None, int, bytes] = None, 0, b""  # the last reply, its term
         self.events: EventPublisher | None = None
         self._master = self._new_master()
+        self._posts: Posts | None = None  # of clients of this host, once one asks to post
         self._server = RpcServer(
-            secret, self._handle, host=host, port=port, afterwards=self._afterwards
-        )
+            secret, self._handle, host=host, port=port, afterwards=self._afterwards,
+            lend=self._lend, ended=self._ended,
+        )  # fmt: skip
 
     @property
     def address(self) -> str:
@@ -119,6 +126,7 @@ class MasterServer:
             ControlError: The events' addresses can't be bound.
         """
         with self._lock:
+            self._close_posts()
             self._close_events()
             self._master = self._new_master()
             if self.events is not None:
@@ -134,10 +142,12 @@ class MasterServer:
         """It leads on, for now until then; without this it answers nothing after its time."""
         with self._lock:
             self._leads_until_s = until_s
+            self._say_to_posters(self._clock())
 
     def stand_down(self) -> None:
         """Answer nothing until it leads again."""
         with self._lock:
+            self._close_posts()
             self._leads_until_s = -math.inf
             self._close_events()
 
@@ -188,7 +198,7 @@ class MasterServer:
                 refused = m.Refused(m.RefusalReason.WRONG_SHARD, problem)
                 return seal(Answer(reply=refused, term=self._term))
             reply = self._stepped(request, now)
-            if not self._telling and now >= self._rebuilt_s and now >= self._settled_s:
+            if self._knows_all(now):
                 return self._seal(reply)
             answer = Answer(
                 reply=reply,
@@ -206,11 +216,47 @@ class MasterServer:
             self._sealed = reply, self._term, sealed
         return sealed
 
-    def _afterwards(self) -> None:
-        if not self._master.has_wishes:  # whoever has some then is served by the next request
-            return
+    def _afterwards(self) -> float | None:
+        if not self._master.has_wishes and self._posts is None:
+            return None  # whoever has some then is served by the next request
         with self._lock:
-            self._master.grant_wishes(self._clock())
+            now, soon_s = self._clock(), None
+            if self._posts is not None and now < self._leads_until_s:
+                soon_s = self._posts.doze(now)
+            if self._master.has_wishes:
+                self._master.grant_wishes(now)
+            if self.events is not None:
+                self._publish(self.events)
+            self._say_to_posters(now)
+            return soon_s
+
+    # -- posted puts: see `kvstore/master/posts.py` -------------------------------------------
+
+    def _lend(self, identity: str, number: int) -> list[int]:
+        with self._lock:
+            if self._clock() >= self._leads_until_s or not self._takes_posts:
+                return []
+            if self._posts is None:
+                self._posts = Posts(self._master, self._server.wakeup)
+            return self._posts.lend(identity, number)
+
+    def _ended(self, number: int) -> None:
+        with self._lock:
+            if self._posts is not None:
+                self._posts.end(number)
+
+    def _say_to_posters(self, now: float) -> None:
+        if self._posts is None:
+            return
+        if self._posts.is_crowded:  # its clients ask for another, which has more room
+            self._close_posts()
+            return
+        self._posts.say(may_post=self._knows_all(now), leads_until_s=self._leads_until_s)
+
+    def _close_posts(self) -> None:
+        if self._posts is not None:
+            self._posts.close()
+            self._posts = None
             if self.events is not None:
                 self._publish(self.events)
 
@@ -235,7 +281,22 @@ class MasterServer:
         with self._lock:
             return self._stepped(request, self._clock())
 
+    def _knows_all(self, now: float) -> bool:
+        """Whether every block of the pool is in the index, and all who may write are known."""
+        return not self._telling and now >= self._rebuilt_s and now >= self._settled_s
+
     def _stepped(self, request: m.Request, now: float) -> m.Reply:
+        posts = self._posts
+        if posts is None:
+            return self._stepped_plainly(request, now)
+        announced = posts.before(request, now)
+        try:
+            return self._stepped_plainly(request, now)
+        finally:
+            posts.after(announced)
+            self._say_to_posters(now)
+
+    def _stepped_plainly(self, request: m.Request, now: float) -> m.Reply:
         reply = self._master.step(request, now)
         if type(request) in _OF_NODES:
             if isinstance(request, _WHAT_IS_HELD):

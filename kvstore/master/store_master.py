@@ -22,11 +22,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from configs.kvstore_policies import PolicyConfig
 from configs.schema import Eviction
 from kvstore.events.event_log import EventBatch, EventLog
+from kvstore.key_index import PlainKeyIndex
 from kvstore.master.abandoned import AbandonedBatches
 from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.tenants import TenantRule
@@ -45,6 +46,9 @@ from kvstore.master.transition import MasterPart, Transition, malformed
 from kvstore.master.witnessed import Witnessed
 from kvstore.master.writing import Writing
 from kvstore.wire import messages as m
+
+if TYPE_CHECKING:
+    from kvstore._rows import PostOffice
 
 FENCED_MAX: Final = 1 << 14  # fenced incarnations kept in mind
 DEAF_SHARE: Final = 1 / 2  # of the silence that ends a node: a pause in which it may have spoken
@@ -99,9 +103,9 @@ class StoreMaster:
         self._settling = Settling(self._catalog)
         self._parts: list[MasterPart] = [
             Reading(self._catalog),
-            Writing(self._catalog, timing, abandoned),
+            writing := Writing(self._catalog, timing, abandoned),
             storing := Storing(self._catalog, timing, abandoned),
-            Lending(self._catalog, timing),
+            lending := Lending(self._catalog, timing),
             self._settling,
             Witnessed(self._catalog, abandoned, put_s=timing.put_s),
             Keeping(self._catalog, timing),
@@ -110,7 +114,7 @@ class StoreMaster:
             Inventory(self._catalog),
             self._planning,
         ]
-        self._storing = storing
+        self._writing, self._storing, self._lending = writing, storing, lending
         self._transitions: dict[type, Transition] = {
             m.Fence: self._fence,
             m.Observe: self._observe,
@@ -153,6 +157,31 @@ class StoreMaster:
             now: As of `step`.
         """
         self._storing.grant_wishes(now)
+
+    # -- posted puts: see `kvstore/master/posts.py` -------------------------------------------
+
+    @property
+    def num_keys(self) -> int:
+        """How many keys are taken."""
+        return len(self._catalog.index.rows) + len(self._catalog.puts.writers)
+
+    def mirror_keys(self, office: PostOffice | None) -> None:
+        """Keep a word there for each key that is taken; None: nowhere. O(keys)."""
+        for keys in (self._catalog.index.rows, self._catalog.puts.writers):
+            assert not isinstance(keys, PlainKeyIndex), "nothing is compiled"
+            keys.mirror(office)
+
+    def takes_places(self, now: float) -> bool:
+        """Whether `step` may, at this time, take a place from a client that knows of no end."""
+        return self._writing.is_late(now) or self._lending.is_silent(now)
+
+    def take_post(self, client: str, key: bytes, batch: int, length: int, checksum: int) -> None:
+        """Make a block of what a client has posted."""
+        self._storing.take_post(client, key, batch, length, checksum)
+
+    def take_order(self, client: str, first: int, count: int, length: int) -> None:
+        """Note which places a client wishes for: numbers from `first` on."""
+        self._storing.take_order(client, first, count, length)
 
     def take_events(self) -> list[EventBatch]:
         """Return what steps since the last call have to tell, in order; the caller sends it."""

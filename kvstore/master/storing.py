@@ -10,6 +10,7 @@ arrives late, never makes a block of bytes that were meant for another.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -29,6 +30,11 @@ from kvstore.master.transition import (
 from kvstore.master.writing import compare
 from kvstore.wire import messages as m
 
+logger = logging.getLogger(__name__)
+
+# client, numbers of places, bytes of the values, nodes to leave alone
+Wish = tuple[str, Sequence[int], int, Sequence[str]]
+
 # So much of the pool is reserved at most: what one client keeps ahead, others cannot have.
 RESERVED_SHARE: Final = 1 / 32
 MORE_MAX: Final = 64  # places of one request
@@ -47,7 +53,7 @@ class Storing:
         self._catalog = catalog
         self._timing = timing
         self._abandoned = abandoned
-        self._wished: list[m.Store] = []
+        self._wished: list[Wish] = []
         # What is said to nearly all: the same object, so that it is encoded once.
         self._plainly_stored = m.Stored(m.PutOutcome.STORED, None, [], timing.put_s)
 
@@ -67,11 +73,35 @@ class Storing:
     def grant_wishes(self, now: float) -> None:
         """Open what was wanted soon; what was given up since then is left out."""
         wished, self._wished = self._wished, []
-        for request in wished:
-            tenant = self._catalog.tenants.acting(request.client)
+        for client, numbers, length, avoid in wished:
+            tenant = self._catalog.tenants.acting(client)
             if tenant is not None:
-                numbers = request.soon
-                self._open(request.client, numbers, request.length, request.avoid, tenant, now)
+                self._open(client, numbers, length, avoid, tenant, now)
+
+    def take_order(self, client: str, first: int, count: int, length: int) -> None:
+        """Have places opened soon; what is not legal is not opened."""
+        if 0 < count <= MORE_MAX and length > 0:
+            self._wished.append((client, range(first, first + count), length, ()))
+
+    def take_post(self, client: str, key: bytes, batch: int, length: int, checksum: int) -> None:
+        """Make a block of a place that its client has filled, under a key that is free.
+
+        Both are known to be so; where they are not, somebody has written where he should not.
+        """
+        catalog = self._catalog
+        puts, table = catalog.puts, catalog.table
+        put = puts.find(client, batch)
+        row = None if put is None else puts.reserved(put)
+        if put is None or row is None:
+            logger.error("%s posted a put into place %d, which it does not have", client, batch)
+            return
+        free = key not in catalog.index.rows and key not in puts.writers
+        if not free or length <= 0 or table.space[row] != padded(length):
+            logger.error("%s posted a put of %s, which cannot be one", client, key.hex())
+            catalog.end_batch(put, at_rest=True)
+            return
+        table.length[row], table.checksum[row] = length, checksum
+        catalog.store(put, row, key)
 
     def _reserve(self, request: m.Reserve, now: float) -> m.Reply:
         client, puts = request.client, self._catalog.puts
@@ -119,7 +149,7 @@ class Storing:
             if request.more:
                 self._open(client, request.more, request.length, request.avoid, tenant, now)
             if request.soon:
-                self._wished.append(request)
+                self._wished.append((client, request.soon, request.length, request.avoid))
             if not request.more:  # as nearly always; `following` names nothing
                 return self._plainly_stored
         return self._stored(request, outcome)

@@ -55,6 +55,11 @@ class Writing:
             catalog.end_batch(batch, at_rest=False)
         return catalog.puts.oldest_s + asleep_s + self._timing.put_s
 
+    def is_late(self, now: float) -> bool:
+        """Whether `advance` would take a place from somebody."""
+        catalog = self._catalog
+        return catalog.puts.oldest_s + self._timing.put_s <= catalog.leases.awake(now)
+
     # -- space --------------------------------------------------------------------------------
 
     def _allocate(self, request: m.Allocate, now: float) -> m.Reply:
@@ -123,7 +128,7 @@ class Writing:
             len(keys) == len(request.keys)
             and not batch.rows
             and not index.has_any(keys)
-            and writers.keys().isdisjoint(keys)
+            and not writers.has_any(keys)
         ):  # as nearly always
             return [m.PutOutcome.GRANTED] * len(keys), range(len(keys))
         outcomes: list[m.PutOutcome] = []

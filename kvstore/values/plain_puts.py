@@ -1,11 +1,13 @@
 """The put that nearly all puts of a stream are, in as few steps as can be.
 
+    claim, copy, checksum, note and post in one compiled call ─▶ stored
     copy, checksum, note and request in one compiled call ─▶ one request, one reply ─▶ stored
 
-Nothing but the block is told and asked: its place is held ahead and others are left, its segment is
-mapped here, its node takes notes in a mailbox, it has no label, and one master has all keys. Of any
-other put, or of one that does not end so, `QuickWrites` does what is left; it does all of it where
-nothing is compiled.
+Nothing but the block is told: its place is held ahead and others are left, its segment is mapped
+here, its node takes notes in a mailbox, it has no label, and one master has all keys. It is posted
+where that master is of this host (`kvstore/client/post_box.py`), and asked for where it is not. Of
+any other put, or of one that does not end so, `QuickWrites` does what is left; it does all of it
+where nothing is compiled.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore import copying
+from kvstore.client.post_box import NEVER
 from kvstore.client.put_options import DEFAULT
 from kvstore.values.values import RegionPiece
 from kvstore.wire import messages as m
 
 if TYPE_CHECKING:
     from kvstore.client.client_core import ClientCore
+    from kvstore.client.post_box import PostBoxes
     from kvstore.client.reserved_places import ReservedPlace, ReservedPlaces
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.writes_under_way import WriteUnderWay
@@ -35,10 +39,15 @@ class Written(NamedTuple):
     Attributes:
         request: A `Store`, encoded; None: the note could not be left, it is to be sent.
         checksum: Of the bytes, if there is no request.
+        posted: It is stored, and nothing is left to do.
     """
 
     request: bytes | None
     checksum: int = 0
+    posted: bool = False
+
+
+_POSTED: Final = Written(None, 0, True)
 
 
 class PlainPuts:
@@ -48,15 +57,22 @@ class PlainPuts:
         core: The client's operations.
         segments: Keys to the nodes' segments.
         places: Held ahead.
+        posts: Where puts are posted.
         shards: How many masters share the keys.
     """
 
     def __init__(
-        self, core: ClientCore, segments: SegmentKeys, places: ReservedPlaces, shards: int
+        self,
+        core: ClientCore,
+        segments: SegmentKeys,
+        places: ReservedPlaces,
+        posts: PostBoxes,
+        shards: int,
     ) -> None:
         self._core = core
         self._segments = segments
         self._places = places
+        self._posts = posts
         plain = shards == 1 and not core.tenant.name
         self._compiled = copying.compiled if plain else None
         self._head, self._tail = _ends(core.record.name)
@@ -79,7 +95,9 @@ class PlainPuts:
             write: Of this put.
         """
         compiled = self._compiled
-        if compiled is None or mapped is None or left < LEFT_MIN or value.options is not DEFAULT:
+        if compiled is None or mapped is None or value.options is not DEFAULT:
+            return None
+        if left < LEFT_MIN and not (left and self._places.has_ordered(value.shard, place.space)):
             return None
         where, start, nbytes, record = place.where, place.offset, value.nbytes, self._core.record
         if nbytes <= compiled.SHORT_BYTES:
@@ -95,12 +113,15 @@ class PlainPuts:
             source, first = part.region.array, part.offset
         else:
             source, first = part, 0
+        posts = self._posts.box if place.generation != NEVER else None
         done = compiled.put_block(
             mapped.array, start, source, first, nbytes, copying.WRITE_STREAM_BYTES_MIN,
             box.address, box.nbytes, where.segment, value.key, place.batch, record.next_batch(),
-            self._head, self._tail,
+            self._head, self._tail, posts, place.generation if posts is not None else 0,
         )  # fmt: skip
         mapped.wrote_bytes(nbytes)
+        if done is None:
+            return _POSTED
         return Written(done) if type(done) is bytes else Written(None, done)
 
 

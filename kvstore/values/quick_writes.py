@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvstore.client.post_box import NEVER
 from kvstore.client.put_options import PutOptions, is_plain
 from kvstore.client.reserved_places import NOTHING, ReservedPlace
 from kvstore.client.steps import Steps, ask, work
@@ -32,6 +33,7 @@ from transfer import TransferError
 if TYPE_CHECKING:
     from kvstore.client.client_core import ClientCore
     from kvstore.client.master_map import MasterMap
+    from kvstore.client.post_box import PostBoxes
     from kvstore.client.reserved_places import ReservedPlaces
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.writes_under_way import WriteUnderWay
@@ -52,6 +54,20 @@ REACH_S: Final = 5.0
 SLOW: Final = 1 << 30  # as many bytes as nobody copies in an event loop
 
 
+class Asked(NamedTuple):
+    """What the master was asked.
+
+    Attributes:
+        request: For a block, and perhaps for further places.
+        since_s: When these may have been opened first.
+        generation: Theirs; see `PostBoxes.generation`.
+    """
+
+    request: m.Store
+    since_s: float = 0.0
+    generation: int = NEVER
+
+
 class QuickWrites:
     """Thread-safe.
 
@@ -60,6 +76,7 @@ class QuickWrites:
         link: The way to the masters.
         segments: Keys to the nodes' segments.
         places: Held ahead.
+        posts: Where puts are posted.
     """
 
     def __init__(
@@ -68,13 +85,15 @@ class QuickWrites:
         link: MasterMap,
         segments: SegmentKeys,
         places: ReservedPlaces,
+        posts: PostBoxes,
     ) -> None:
         self._core = core
         self._link = link
         self._segments = segments
         self._places = places
         self._shards = link.num_shards
-        self._plain = PlainPuts(core, segments, places, self._shards)
+        self._posts = posts
+        self._plain = PlainPuts(core, segments, places, posts, self._shards)
         self._sizes: dict[int, None] = {}  # of what was stored last, the oldest first
         self._paused_until_s = 0.0
 
@@ -112,20 +131,46 @@ class QuickWrites:
                 written = self._plain.write(value, place, left, mapped, write)
             if written is None:
                 checksum = self._write(value, place, write)
+            elif written.posted:
+                return self._posted(value, left)
             elif written.request is not None:
                 return self._put_plainly(value.shard, place, written.request, timeout_s)
             else:
                 checksum = written.checksum if self._note(value, place, written.checksum) else None
             if checksum is None:
                 return None
-            request, since_s = self._store(value, place, checksum, left)
+            asked = self._store(value, place, checksum, left, self._posts.generation())
             try:
-                reply = self._link.ask(request, m.Stored, timeout_s=timeout_s)
+                reply = self._link.ask(asked.request, m.Stored, timeout_s=timeout_s)
             except KVStoreError as error:
-                return self._not_stored(value.shard, request, error)
-            return self._stored(value.shard, place, request, reply, since_s)
+                return self._not_stored(value.shard, asked.request, error)
+            return self._stored(value.shard, place, asked, reply)
         finally:
             write.end()
+
+    def _posted(self, value: QuickValue, left: int) -> PutOutcome:
+        """Count what was posted, and post an order for further places in time."""
+        self._core.record.count_stored()
+        if left <= self._count_ahead(value.space) // 2:
+            self._order(value)
+        return PutOutcome.STORED
+
+    def _order(self, value: QuickValue) -> None:
+        shard, space, box = value.shard, value.space, self._posts.box
+        if box is None or self._places.has_ordered(shard, space):
+            return
+        number = self._core.record.next_batch
+        numbers = [number() for _ in range(self._count_ahead(space))]
+        since_s, count = time.monotonic(), len(numbers)
+        if numbers[-1] - numbers[0] + 1 > count:
+            return  # another thread took numbers in between
+        if box.order(numbers[0], count, value.nbytes):
+            self._places.order(shard, space, numbers, since_s)
+
+    @staticmethod
+    def _count_ahead(space: int) -> int:
+        """Return how many places of a size are asked for at once."""
+        return min(AHEAD_MAX, max(1, AHEAD_BYTES // space))
 
     def _put_plainly(
         self, shard: int, place: ReservedPlace, payload: bytes, timeout_s: float | None
@@ -138,7 +183,7 @@ class QuickWrites:
         if reply.outcome is PutOutcome.STORED:
             self._core.record.count_stored()
             return PutOutcome.STORED
-        return self._stored(shard, place, decoded(payload), reply, 0.0)
+        return self._stored(shard, place, Asked(decoded(payload)), reply)
 
     def put_steps(
         self, key: bytes, part: Part, options: PutOptions, timeout_s: float | None
@@ -165,14 +210,14 @@ class QuickWrites:
             checksum = self._copy(value, place, mapped, write)
             if checksum is None or not self._note(value, place, checksum):
                 return None
-            request, since_s = self._store(value, place, checksum, left)
+            asked = self._store(value, place, checksum, left, self._posts.known_generation())
             try:
-                reply = yield from ask(request, m.Stored, timeout_s=timeout_s)
+                reply = yield from ask(asked.request, m.Stored, timeout_s=timeout_s)
             except KVStoreError as error:
-                return self._not_stored(shard, request, error)
+                return self._not_stored(shard, asked.request, error)
             if reply.outcome is not PutOutcome.STORED:
                 yield from work(SLOW)  # a node is told, and perhaps connected to first
-            return self._stored(shard, place, request, reply, since_s)
+            return self._stored(shard, place, asked, reply)
         finally:
             write.end()
 
@@ -215,7 +260,7 @@ class QuickWrites:
         )  # fmt: skip
         place = None
         try:
-            place = self._places.reserve(request, shard, space)
+            place = self._places.reserve(request, shard, space, self._posts.generation())
         except Fenced:
             raise
         except KVStoreError as error:
@@ -312,21 +357,26 @@ class QuickWrites:
         )  # fmt: skip
 
     def _store(
-        self, value: QuickValue, place: ReservedPlace, checksum: int, left: int
-    ) -> tuple[m.Store, float]:
-        """What tells the master, and since when further places that it names may be open."""
+        self,
+        value: QuickValue,
+        place: ReservedPlace,
+        checksum: int,
+        left: int,
+        generation: int,
+    ) -> Asked:
+        """What tells the master, and asks for further places."""
         record, options = self._core.record, value.options
         following, wanted = record.next_batch(), NOTHING
         if left <= 1:
-            count = min(AHEAD_MAX, max(1, AHEAD_BYTES // place.space))
-            number = record.next_batch
+            count, number = self._count_ahead(place.space), record.next_batch
             wanted = self._places.wanted(value.shard, place.space, left, count, number)
         request = m.Store(
             record.name, place.batch, value.key, value.nbytes, checksum, following,
             list(wanted.more), options.pin, options.pin_s, options.group, record.avoided(),
             self._places.untold(value.shard), list(wanted.soon),
         )  # fmt: skip
-        return request, time.monotonic() if wanted.since_s is None else wanted.since_s
+        since_s = time.monotonic() if wanted.since_s is None else wanted.since_s
+        return Asked(request, since_s, generation)
 
     def _not_stored(self, shard: int, request: m.Store, error: KVStoreError) -> PutOutcome:
         """Nothing is known of the places; FAILED if the long way may do, else raise the error."""
@@ -338,27 +388,31 @@ class QuickWrites:
         return PutOutcome.FAILED
 
     def _stored(
-        self, shard: int, place: ReservedPlace, request: m.Store, reply: m.Stored, since_s: float
+        self, shard: int, place: ReservedPlace, asked: Asked, reply: m.Stored
     ) -> PutOutcome:
         """Take what the master has given, and say what became of the value."""
-        record, places, key = self._core.record, self._places, request.key
+        record, places, request = self._core.record, self._places, asked.request
+        key = request.key
         if request.abandoned:
             places.told(shard, request.abandoned)
         outcome, unused = reply.outcome, reply.place
         if request.soon:
             if outcome is PutOutcome.STORED:
-                places.order(shard, place.space, request.soon, since_s)
+                places.order(shard, place.space, request.soon, asked.since_s)
             else:
                 places.abandon(shard, *request.soon)
         if outcome is PutOutcome.STORED and not reply.more:  # as nearly always
             record.count_stored()
             return outcome
-        until_s = since_s + reply.put_s / 2
+        until_s = asked.since_s + reply.put_s / 2
         if reply.more:
             granted = zip(reply.more, request.more, strict=False)
             places.give(
                 shard,
-                [ReservedPlace(p.where, p.offset, place.space, n, until_s) for p, n in granted],
+                [
+                    ReservedPlace(p.where, p.offset, place.space, n, until_s, asked.generation)
+                    for p, n in granted
+                ],
             )
         if unused is not None:
             places.give(shard, [place._replace(batch=request.following)])

@@ -118,6 +118,10 @@ class MasterLink:
         except (TransferError, MasterUnavailable):
             return None
 
+    def borrow(self, timeout_s: float) -> list[int]:
+        """Return descriptors that the master lends: see `RpcClient.borrow`, which raises."""
+        return self._rpc.borrow(timeout_s=timeout_s)
+
     def _attempt(
         self, request: m.Request, timeout_s: float, *, patient: bool = False, again: bool = False
     ) -> Answer:

@@ -21,6 +21,7 @@ from typing import Final
 
 from kvstore import row_loops
 from kvstore.errors import InvariantViolated
+from kvstore.key_index import make_key_index
 from kvstore.master.books.copy_state import OPEN, QUARANTINED
 from kvstore.master.books.copy_table import CopyTable
 
@@ -73,7 +74,7 @@ class OpenPuts:
         self._table = table
         self._clients: dict[str, dict[int, PutBatch]] = {}
         self._open: OrderedDict[int, PutBatch] = OrderedDict()  # by id(), in order of opening
-        self.writers: dict[bytes, int] = {}  # key -> row of one open copy; read it only
+        self.writers = make_key_index(table.keys)  # of one open copy each; read it only
         self._reserved: set[int] = set()  # rows
         self.reserved_bytes = 0  # space of those; read it only
 
@@ -108,7 +109,7 @@ class OpenPuts:
 
     def hold_all(self, keys: list[bytes], rows: list[int]) -> None:
         """Give keys, none of which anybody holds, to the put of these open copies."""
-        held = row_loops.claim(self.writers, keys, rows)
+        held = self.writers.claim(keys, rows)
         assert not held, held
 
     # -- reserved places ----------------------------------------------------------------------
@@ -197,7 +198,7 @@ class OpenPuts:
                 return None
         if not row_loops.all_are(states, rows, OPEN):
             return None
-        row_loops.drop(self.writers, row_loops.pick(self._table.keys, rows))
+        self.writers.drop(row_loops.pick(self._table.keys, rows))
         if everything:
             rows_at.clear()
         else:
@@ -277,11 +278,11 @@ class OpenPuts:
                     open_rows.add(row)
             if not batch.rows:
                 self._fail(f"{batch} is kept without copies")
-        for key, row in self.writers.items():
-            if row not in open_rows or self._table.keys[row] != key:
-                self._fail(f"{key.hex()} is held by row {row}")
+        for row in self.writers.rows():
+            if row not in open_rows or self.writers.get(self._table.keys[row]) != row:
+                self._fail(f"{self._table.keys[row].hex()} is held by row {row}")
         puts = {row for row in open_rows if self._is_put(row)} - self._reserved
-        if not {self._table.keys[row] for row in puts} <= set(self.writers):
+        if not all(self._table.keys[row] in self.writers for row in puts):
             self._fail("an open put does not hold its key")
         for row in self._reserved:
             if row not in open_rows or self._table.keys[row] != NO_KEY:

@@ -1,0 +1,259 @@
+/* A client's end of posted puts: see `post_ring.c` and `taken_keys.c`. */
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+#define POST_WAKE 16 /* posts that the master has not taken: it is woken for each so many */
+#define CLAIM_TRIES 4
+
+typedef struct {
+    PyObject_HEAD
+    TakenKeys keys;
+    unsigned char *ring;
+    size_t ring_bytes;
+    int wake, master; /* descriptors: an eventfd, and one of the master's process */
+    bool busy;        /* a put of another thread is under way: one claims at a time */
+    bool gone;        /* the master was seen to have ended */
+    uint8_t turn;
+    uint64_t state, word, *slot; /* of the put under way */
+} PostBox;
+
+static bool may_post(const PostBox *box)
+{
+    return shared_load(box->keys.memory + KEYS_OPEN) &&
+           clock_ns() < (int64_t)shared_load(box->keys.memory + KEYS_LEADS_UNTIL);
+}
+
+static bool is_full(const PostBox *box, uint64_t state)
+{
+    uint64_t waiting = (state - shared_load(box->ring + RING_TAKEN)) & RING_COUNT_MASK;
+    return waiting >= POSTS_MAX;
+}
+
+/* Look through a bucket: false if this print, or a key without a word, is there beside `own`. */
+static bool is_free(uint64_t *bucket, uint64_t print, const uint64_t *own, uint64_t **empty)
+{
+    if (shared_load(bucket))
+        return false;
+    for (int i = 1; i < KEYS_BUCKET_WORDS; i++) {
+        uint64_t word = shared_load(bucket + i);
+        if (bucket + i != own && word && has_print(word, print))
+            return false;
+        if (!word && empty)
+            *empty = bucket + i;
+    }
+    return true;
+}
+
+static void withdraw_claim(PostBox *box)
+{
+    (void)shared_swap(box->slot, box->word, 0); /* unless the master has taken it back */
+    shared_store(box->ring + RING_CLAIM + 8, 0);
+    box->busy = false;
+}
+
+/* Take a key that nobody has, for one put into a place of this generation; false: ask the master. */
+static bool claim_key(PostBox *box, const unsigned char *key, uint64_t generation)
+{
+    if (box->busy || box->gone)
+        return false;
+    box->state = shared_load(box->ring + RING_STATE);
+    if (box->state & RING_CLOSED || generation < shared_load(box->ring + RING_FLOOR) ||
+        !may_post(box) || is_full(box, box->state))
+        return false;
+    uint64_t print, *bucket = bucket_of(&box->keys, key, &print);
+    uint64_t number = shared_load(box->ring + RING_NUMBER);
+    box->word = print | number << 8 | ++box->turn;
+    for (int i = 0; i < CLAIM_TRIES; i++) {
+        uint64_t *empty = NULL;
+        if (!is_free(bucket, print, NULL, &empty) || !empty)
+            return false;
+        /* Where it is, for the master to clear should we end here. */
+        shared_store(box->ring + RING_CLAIM, (uint64_t)((unsigned char *)empty - box->keys.memory));
+        shared_store(box->ring + RING_CLAIM + 8, box->word);
+        if (!shared_swap(empty, 0, box->word))
+            continue;
+        box->slot = empty;
+        box->busy = true;
+        if (is_free(bucket, print, empty, NULL) && may_post(box))
+            return true;
+        withdraw_claim(box);
+        return false;
+    }
+    shared_store(box->ring + RING_CLAIM + 8, 0);
+    return false;
+}
+
+static void wake_master(const PostBox *box)
+{
+    uint64_t one = 1;
+    ssize_t written;
+    do
+        written = write(box->wake, &one, sizeof one);
+    while (written < 0 && errno == EINTR); /* any other failure: it is awake, or gone */
+}
+
+/* Count one more in the state, if it is still that of when the put began. */
+static bool post(PostBox *box, const Post *fresh)
+{
+    uint64_t count = (box->state + 1) & RING_COUNT_MASK;
+    memcpy(post_at(box->ring, box->state & RING_COUNT_MASK), fresh, sizeof *fresh);
+    if (!shared_swap(box->ring + RING_STATE, box->state, (box->state & ~RING_COUNT_MASK) | count))
+        return false;
+    uint64_t waiting = (count - shared_load(box->ring + RING_TAKEN)) & RING_COUNT_MASK;
+    if ((waiting && waiting % POST_WAKE == 0) || fresh->kind == POST_ORDER ||
+        clock_ns() > (int64_t)shared_load(box->keys.memory + KEYS_LOOKS_AT))
+        wake_master(box);
+    return true;
+}
+
+/* Whether the master that was posted to is there to take it: it led at a time after the post. */
+static bool master_is_there(PostBox *box)
+{
+    struct pollfd process = {.fd = box->master, .events = POLLIN};
+    if (clock_ns() >= (int64_t)shared_load(box->keys.memory + KEYS_LEADS_UNTIL))
+        return false;
+    if (poll(&process, 1, 0) != 0)
+        box->gone = true;
+    return !box->gone;
+}
+
+/* Post what was claimed, written and noted; false: ask the master, as if nothing had been posted. */
+static bool post_store(PostBox *box, const unsigned char *key, const Post *fresh)
+{
+    Post whole = *fresh;
+    whole.kind = POST_STORE;
+    memcpy(whole.key, key, KEY_BYTES);
+    if (!post(box, &whole)) {
+        withdraw_claim(box);
+        return false;
+    }
+    shared_store(box->ring + RING_CLAIM + 8, 0); /* the master clears the word, with the post */
+    box->busy = false;
+    return master_is_there(box);
+}
+
+/* ---- its type */
+
+PyDoc_STRVAR(generation_doc,
+             "generation()\n--\n\nReturn what places that are asked for from now on are of; -1 if "
+             "nothing can be posted here any more.");
+
+static PyObject *post_box_generation(PostBox *box, PyObject *ignored)
+{
+    (void)ignored;
+    uint64_t state = shared_load(box->ring + RING_STATE);
+    if (box->gone || state & RING_CLOSED)
+        return PyLong_FromLong(-1);
+    return PyLong_FromUnsignedLongLong(generation_of(state));
+}
+
+PyDoc_STRVAR(order_doc,
+             "order(first, count, length)\n--\n\nPost a wish for places, by their numbers, for "
+             "values of so many bytes; false if it is to be asked for.");
+
+static PyObject *post_box_order(PostBox *box, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "order takes 3 arguments");
+        return NULL;
+    }
+    Post fresh = {.kind = POST_ORDER, .batch = PyLong_AsUnsignedLongLong(args[0]),
+                  .count = PyLong_AsUnsignedLongLong(args[1]),
+                  .length = PyLong_AsUnsignedLongLong(args[2])};
+    if (PyErr_Occurred())
+        return NULL;
+    if (box->busy || box->gone)
+        Py_RETURN_FALSE;
+    box->state = shared_load(box->ring + RING_STATE);
+    bool possible = !(box->state & RING_CLOSED) && may_post(box) && !is_full(box, box->state);
+    return PyBool_FromLong(possible && post(box, &fresh) && master_is_there(box));
+}
+
+PyDoc_STRVAR(waiting_doc, "waiting()\n--\n\nReturn how many posts the master has not taken.");
+
+static PyObject *post_box_waiting(PostBox *box, PyObject *ignored)
+{
+    (void)ignored;
+    uint64_t state = shared_load(box->ring + RING_STATE);
+    return PyLong_FromUnsignedLongLong((state - shared_load(box->ring + RING_TAKEN)) &
+                                       RING_COUNT_MASK);
+}
+
+PyDoc_STRVAR(wake_doc, "wake()\n--\n\nHave the master take what is posted.");
+
+static PyObject *post_box_wake(PostBox *box, PyObject *ignored)
+{
+    (void)ignored;
+    wake_master(box);
+    Py_RETURN_NONE;
+}
+
+static PyObject *post_box_new(PyTypeObject *type, PyObject *args, PyObject *names)
+{
+    static char *keywords[] = {"keys", "ring", "wake", "master", "clock", NULL};
+    int keys, ring, wake, master;
+    const char *clock;
+    Py_ssize_t clock_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, names, "iiiiy#", keywords, &keys, &ring, &wake, &master,
+                                     &clock, &clock_bytes))
+        return NULL;
+    PostBox *box = (PostBox *)type->tp_alloc(type, 0); /* zeroed */
+    if (!box)
+        return NULL;
+    box->wake = box->master = -1;
+    if (map_taken_keys(keys, &box->keys) || map_shared(ring, &box->ring, &box->ring_bytes)) {
+        Py_DECREF(box);
+        return NULL;
+    }
+    char name[CLOCK_BYTES + 1] = {0};
+    memcpy(name, clock, clock_bytes < CLOCK_BYTES ? (size_t)clock_bytes : CLOCK_BYTES);
+    bool same_clock = !memcmp(box->keys.memory + KEYS_CLOCK, name, CLOCK_BYTES);
+    if (box->ring_bytes != RING_BYTES || !same_clock) {
+        PyErr_SetString(PyExc_ValueError, same_clock ? "memory of another size than that of posts"
+                                                     : "a master with another clock");
+        Py_DECREF(box);
+        return NULL;
+    }
+    box->wake = fcntl(wake, F_DUPFD_CLOEXEC, 0);
+    box->master = fcntl(master, F_DUPFD_CLOEXEC, 0);
+    if (box->wake < 0 || box->master < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        Py_DECREF(box);
+        return NULL;
+    }
+    return (PyObject *)box;
+}
+
+static void post_box_free(PostBox *box)
+{
+    unmap_taken_keys(&box->keys);
+    if (box->ring)
+        munmap(box->ring, box->ring_bytes);
+    if (box->wake >= 0)
+        close(box->wake);
+    if (box->master >= 0)
+        close(box->master);
+    Py_TYPE(box)->tp_free((PyObject *)box);
+}
+
+static PyMethodDef post_box_methods[] = {
+    {"generation", (PyCFunction)post_box_generation, METH_NOARGS, generation_doc},
+    {"order", (PyCFunction)(void (*)(void))post_box_order, METH_FASTCALL, order_doc},
+    {"wake", (PyCFunction)post_box_wake, METH_NOARGS, wake_doc},
+    {"waiting", (PyCFunction)post_box_waiting, METH_NOARGS, waiting_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject post_box_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "kvstore._native.PostBox",
+    .tp_doc = "PostBox(keys, ring, wake, master, clock)\n--\n\nA client's end of posted puts, from the "
+              "descriptors that its master lent, which stay the caller's. Used with the GIL only.",
+    .tp_basicsize = sizeof(PostBox),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = post_box_new,
+    .tp_dealloc = (destructor)post_box_free,
+    .tp_methods = post_box_methods,
+};

@@ -1,0 +1,44 @@
+/* Puts that a client has finished, in memory that it shares with its master: what is posted here is
+ * a block, as the master takes all that is posted before it looks at anything it is asked.
+ *
+ *   client's line    0 state: closed (1 bit) | generation (39) | posts so far (24) | 128 its claim
+ *   master's line   64 posts taken | 72 the first generation whose places are the client's | 80 its number
+ *   posts         4096 POSTS_MAX of them, a ring
+ *
+ * To post is to count one more in the state, and that fails if the state has changed since the put
+ * began. So a master that needs to decide something itself raises the generation first: what was
+ * posted before counts, whatever is under way asks it. Places of before `floor` may be another's now.
+ *
+ * Part of `kvstore/rows.c` and `kvstore/native.c`. */
+
+#define RING_BYTES 8192
+#define RING_STATE 0
+#define RING_TAKEN 64
+#define RING_FLOOR 72
+#define RING_NUMBER 80
+#define RING_CLAIM 128 /* position of its bucket, and the word */
+#define RING_POSTS 4096
+#define POSTS_MAX 64
+#define RING_CLOSED ((uint64_t)1 << 63)
+#define RING_COUNT_MASK ((uint64_t)0xFFFFFF)
+
+enum { POST_STORE = 1, POST_ORDER = 2 };
+
+typedef struct {
+    uint64_t kind;
+    unsigned char key[KEY_BYTES]; /* of what is stored */
+    uint64_t batch;               /* the number of its place; the first of those that are ordered */
+    uint64_t length, checksum;    /* of what is stored; length of what is to come */
+    uint64_t count;               /* of places that are ordered */
+    uint64_t unused;
+} Post; /* [64] bytes */
+
+static uint64_t generation_of(uint64_t state)
+{
+    return (state & ~RING_CLOSED) >> 24;
+}
+
+static Post *post_at(unsigned char *ring, uint64_t count)
+{
+    return (Post *)(ring + RING_POSTS) + count % POSTS_MAX;
+}
