@@ -129,7 +129,7 @@ class Exchange:
 
     @property
     def wakeup(self) -> int:
-        """An eventfd: who writes to it has `afterwards` called. The server's; -1 if there is none."""
+        """An eventfd of the server; who writes to it has `afterwards` called. -1: there is none."""
         return self._wakeup
 
     def close(self) -> None:

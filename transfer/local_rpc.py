@@ -218,7 +218,8 @@ class Line:
 
     def _some_with_descriptors(self, deadline_s: float) -> tuple[bytes, list[int]]:
         """Take one word that is no frame, and the descriptors that came with it."""
-        data, descriptors = b"", []
+        data = b""
+        descriptors: list[int] = []
         while len(data) < LENGTH.size:
             ready = select.poll()
             ready.register(self._socket, select.POLLIN)

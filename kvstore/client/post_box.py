@@ -1,7 +1,7 @@
-"""A client's end of posted puts: they are stored as soon as they are in memory that the master reads.
+"""A client's end of posted puts: stored as soon as they are in memory that the master reads.
 
     put ─▶ claim the key ─▶ copy, checksum, note to the node ─▶ post ─▶ stored
-             │ taken, or may be                                  │ the master decides something itself
+             │ taken, or may be                                  │ the master decides itself
              └────────────────────────▶ ask the master ◀─────────┘
 
 The master of this host lends the memory (`kvstore/master/posts.py` says why a post counts). Without
@@ -10,6 +10,7 @@ it, as on another host or without a compiled part, all puts are asked for.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -46,6 +47,7 @@ class PostBoxes:
     def __init__(self, borrow: Callable[[float], list[int]]) -> None:
         self._borrow = borrow
         self._lock = threading.Lock()
+        self._serials = itertools.count(1)  # a place of an earlier box is not posted to a later one
         self._next_try_s = 0.0
         self._closed = copying.compiled is None
         self.box: PostBox | None = None
@@ -89,7 +91,7 @@ class PostBoxes:
         try:
             if len(lent) != LENT:
                 return None
-            box: PostBox = compiled.PostBox(*lent, clock_name().encode())
+            box: PostBox = compiled.PostBox(*lent, clock_name().encode(), next(self._serials))
             return box
         except (OSError, ValueError) as error:
             logger.warning("what the master lent is of no use: %s", error)

@@ -27,8 +27,8 @@ from kvstore.client.lease_keeper import LeaseKeeper
 from kvstore.client.locations import Hit
 from kvstore.client.master_map import MasterMap
 from kvstore.client.pieces import Pieces, integers
-from kvstore.client.put_options import PutOptions
 from kvstore.client.post_box import PostBoxes
+from kvstore.client.put_options import PutOptions
 from kvstore.client.reserved_places import ReservedPlaces
 from kvstore.client.segment_keys import SegmentKeys
 from kvstore.client.tenant import Tenant

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#define SERIAL_SHIFT 40 /* of a generation, as Python has it: those of an earlier box are others */
 #define POST_WAKE 16 /* posts that the master has not taken: it is woken for each so many */
 #define CLAIM_TRIES 4
 
@@ -17,6 +18,7 @@ typedef struct {
     bool busy;        /* a put of another thread is under way: one claims at a time */
     bool gone;        /* the master was seen to have ended */
     uint8_t turn;
+    uint64_t serial;                /* of the boxes of this client */
     uint64_t state, word, *slot; /* of the put under way */
 } PostBox;
 
@@ -60,8 +62,9 @@ static bool claim_key(PostBox *box, const unsigned char *key, uint64_t generatio
     if (box->busy || box->gone)
         return false;
     box->state = shared_load(box->ring + RING_STATE);
-    if (box->state & RING_CLOSED || generation < shared_load(box->ring + RING_FLOOR) ||
-        !may_post(box) || is_full(box, box->state))
+    uint64_t of_place = generation & (((uint64_t)1 << SERIAL_SHIFT) - 1);
+    if (box->state & RING_CLOSED || generation >> SERIAL_SHIFT != box->serial ||
+        of_place < shared_load(box->ring + RING_FLOOR) || !may_post(box) || is_full(box, box->state))
         return false;
     uint64_t print, *bucket = bucket_of(&box->keys, key, &print);
     uint64_t number = shared_load(box->ring + RING_NUMBER);
@@ -147,7 +150,7 @@ static PyObject *post_box_generation(PostBox *box, PyObject *ignored)
     uint64_t state = shared_load(box->ring + RING_STATE);
     if (box->gone || state & RING_CLOSED)
         return PyLong_FromLong(-1);
-    return PyLong_FromUnsignedLongLong(generation_of(state));
+    return PyLong_FromUnsignedLongLong(box->serial << SERIAL_SHIFT | generation_of(state));
 }
 
 PyDoc_STRVAR(order_doc,
@@ -193,17 +196,19 @@ static PyObject *post_box_wake(PostBox *box, PyObject *ignored)
 
 static PyObject *post_box_new(PyTypeObject *type, PyObject *args, PyObject *names)
 {
-    static char *keywords[] = {"keys", "ring", "wake", "master", "clock", NULL};
+    static char *keywords[] = {"keys", "ring", "wake", "master", "clock", "serial", NULL};
     int keys, ring, wake, master;
+    unsigned int serial;
     const char *clock;
     Py_ssize_t clock_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, names, "iiiiy#", keywords, &keys, &ring, &wake, &master,
-                                     &clock, &clock_bytes))
+    if (!PyArg_ParseTupleAndKeywords(args, names, "iiiiy#I", keywords, &keys, &ring, &wake, &master,
+                                     &clock, &clock_bytes, &serial))
         return NULL;
     PostBox *box = (PostBox *)type->tp_alloc(type, 0); /* zeroed */
     if (!box)
         return NULL;
     box->wake = box->master = -1;
+    box->serial = serial & 0x7FFFFF;
     if (map_taken_keys(keys, &box->keys) || map_shared(ring, &box->ring, &box->ring_bytes)) {
         Py_DECREF(box);
         return NULL;
@@ -249,7 +254,7 @@ static PyMethodDef post_box_methods[] = {
 
 static PyTypeObject post_box_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "kvstore._native.PostBox",
-    .tp_doc = "PostBox(keys, ring, wake, master, clock)\n--\n\nA client's end of posted puts, from the "
+    .tp_doc = "PostBox(keys, ring, wake, master, clock, serial)\n--\n\nA client's end of posted puts, from the "
               "descriptors that its master lent, which stay the caller's. Used with the GIL only.",
     .tp_basicsize = sizeof(PostBox),
     .tp_flags = Py_TPFLAGS_DEFAULT,

@@ -5,13 +5,15 @@
 
 Why a post counts as if the master had answered `Store`:
 
-- Whoever asks afterwards is answered after the post was taken. If the master dies first, the node has
-  the note, and tells the next one; a put was posted only if this master was there, and led, after it.
+- Whoever asks afterwards is answered after the post was taken. If the master dies first, the node
+  has the note, and tells the next one; a put is taken for posted only if this master was there, and
+  led, after the post.
 - The key was free: the master has a word for each key of a block or of a put under way
-  (`kvstore/compiled/taken_keys.c`), and so has a client for its own. Before the master decides about
-  a key itself it announces it; a client that has claimed it is stopped, and its put asked for.
+  (`kvstore/compiled/taken_keys.c`), and so has a client for its own. Before the master decides
+  about a key itself it announces it; a client that has claimed it is stopped, and its put asked
+  for.
 - The place was the client's: before places may go to others (a put too slow, a node that leaves, a
-  fence, another master's time), the generation of all is raised and what was posted is taken.
+  fence, another master's time) the generation of all is raised, and what was posted is taken.
 - While the master may not know all blocks yet, or does not lead, nothing can be posted.
 """
 
@@ -147,7 +149,7 @@ class Posts:
             self._office.say(may_post, leads_ns)
 
     def doze(self, now: float) -> float | None:
-        """Take what is posted, and return after how many seconds to do so again without being woken.
+        """Take what is posted, and return after how many seconds to do so again, unwoken.
 
         None: who posts next wakes us. To be called by who sleeps then, and calls this again.
 

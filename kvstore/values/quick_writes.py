@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from kvstore.client.post_box import NEVER
 from kvstore.client.put_options import PutOptions, is_plain
-from kvstore.client.reserved_places import NOTHING, ReservedPlace
 from kvstore.client.steps import Steps, ask, work
 from kvstore.copying import copy_with_checksum
-from kvstore.errors import Fenced, KVStoreError, MasterRefused, NodeUnreachable
+from kvstore.errors import KVStoreError, MasterRefused, NodeUnreachable
 from kvstore.shards.plan import shard_of
+from kvstore.values.place_supply import Asked, PlaceSupply
 from kvstore.values.plain_puts import PlainPuts
 from kvstore.values.quick_value import QuickValue, decoded, space_of
 from kvstore.values.sent_values import send_value
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from kvstore.client.client_core import ClientCore
     from kvstore.client.master_map import MasterMap
     from kvstore.client.post_box import PostBoxes
-    from kvstore.client.reserved_places import ReservedPlaces
+    from kvstore.client.reserved_places import ReservedPlace, ReservedPlaces
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.writes_under_way import WriteUnderWay
     from kvstore.wire.left_notes import Row
@@ -47,25 +46,9 @@ QUICK_BYTES_MAX: Final = 16 << 20  # above, a request more does not matter
 SENT_BYTES_MAX: Final = 4 << 20  # to memory that is not mapped here: without the call's deadline
 STAGED_BYTES_MAX: Final = 256 << 10  # of what is neither registered nor copied within the host
 SIZES_MAX: Final = 8
-AHEAD_BYTES: Final = 4 << 20
-AHEAD_MAX: Final = 32  # places that are asked for at once
 PAUSE_S: Final = 1.0  # after a place was refused
 REACH_S: Final = 5.0
 SLOW: Final = 1 << 30  # as many bytes as nobody copies in an event loop
-
-
-class Asked(NamedTuple):
-    """What the master was asked.
-
-    Attributes:
-        request: For a block, and perhaps for further places.
-        since_s: When these may have been opened first.
-        generation: Theirs; see `PostBoxes.generation`.
-    """
-
-    request: m.Store
-    since_s: float = 0.0
-    generation: int = NEVER
 
 
 class QuickWrites:
@@ -93,6 +76,7 @@ class QuickWrites:
         self._places = places
         self._shards = link.num_shards
         self._posts = posts
+        self._supply = PlaceSupply(core, places, posts)
         self._plain = PlainPuts(core, segments, places, posts, self._shards)
         self._sizes: dict[int, None] = {}  # of what was stored last, the oldest first
         self._paused_until_s = 0.0
@@ -132,14 +116,16 @@ class QuickWrites:
             if written is None:
                 checksum = self._write(value, place, write)
             elif written.posted:
-                return self._posted(value, left)
+                self._core.record.count_stored()
+                self._supply.order(value, left)
+                return PutOutcome.STORED
             elif written.request is not None:
                 return self._put_plainly(value.shard, place, written.request, timeout_s)
             else:
                 checksum = written.checksum if self._note(value, place, written.checksum) else None
             if checksum is None:
                 return None
-            asked = self._store(value, place, checksum, left, self._posts.generation())
+            asked = self._supply.request(value, place, checksum, left, self._posts.generation())
             try:
                 reply = self._link.ask(asked.request, m.Stored, timeout_s=timeout_s)
             except KVStoreError as error:
@@ -147,30 +133,6 @@ class QuickWrites:
             return self._stored(value.shard, place, asked, reply)
         finally:
             write.end()
-
-    def _posted(self, value: QuickValue, left: int) -> PutOutcome:
-        """Count what was posted, and post an order for further places in time."""
-        self._core.record.count_stored()
-        if left <= self._count_ahead(value.space) // 2:
-            self._order(value)
-        return PutOutcome.STORED
-
-    def _order(self, value: QuickValue) -> None:
-        shard, space, box = value.shard, value.space, self._posts.box
-        if box is None or self._places.has_ordered(shard, space):
-            return
-        number = self._core.record.next_batch
-        numbers = [number() for _ in range(self._count_ahead(space))]
-        since_s, count = time.monotonic(), len(numbers)
-        if numbers[-1] - numbers[0] + 1 > count:
-            return  # another thread took numbers in between
-        if box.order(numbers[0], count, value.nbytes):
-            self._places.order(shard, space, numbers, since_s)
-
-    @staticmethod
-    def _count_ahead(space: int) -> int:
-        """Return how many places of a size are asked for at once."""
-        return min(AHEAD_MAX, max(1, AHEAD_BYTES // space))
 
     def _put_plainly(
         self, shard: int, place: ReservedPlace, payload: bytes, timeout_s: float | None
@@ -210,7 +172,9 @@ class QuickWrites:
             checksum = self._copy(value, place, mapped, write)
             if checksum is None or not self._note(value, place, checksum):
                 return None
-            asked = self._store(value, place, checksum, left, self._posts.known_generation())
+            asked = self._supply.request(
+                value, place, checksum, left, self._posts.known_generation()
+            )
             try:
                 reply = yield from ask(asked.request, m.Stored, timeout_s=timeout_s)
             except KVStoreError as error:
@@ -253,20 +217,9 @@ class QuickWrites:
         return QuickValue(key, shard, part, part.nbytes, space_of(part.nbytes), options)
 
     def _reserve(self, value: QuickValue) -> ReservedPlace | None:
-        record, shard, space = self._core.record, value.shard, value.space
-        request = m.Reserve(
-            record.name, value.key, record.next_batch(), space, record.avoided(),
-            self._places.untold(shard),
-        )  # fmt: skip
-        place = None
-        try:
-            place = self._places.reserve(request, shard, space, self._posts.generation())
-        except Fenced:
-            raise
-        except KVStoreError as error:
-            logger.debug("no place: %s", error)
+        place = self._supply.reserve(value)
         if place is None:
-            self._sizes.pop(space, None)
+            self._sizes.pop(value.space, None)
             self._paused_until_s = time.monotonic() + PAUSE_S
         return place
 
@@ -356,32 +309,9 @@ class QuickWrites:
             self._core.tenant.name, options.group,
         )  # fmt: skip
 
-    def _store(
-        self,
-        value: QuickValue,
-        place: ReservedPlace,
-        checksum: int,
-        left: int,
-        generation: int,
-    ) -> Asked:
-        """What tells the master, and asks for further places."""
-        record, options = self._core.record, value.options
-        following, wanted = record.next_batch(), NOTHING
-        if left <= 1:
-            count, number = self._count_ahead(place.space), record.next_batch
-            wanted = self._places.wanted(value.shard, place.space, left, count, number)
-        request = m.Store(
-            record.name, place.batch, value.key, value.nbytes, checksum, following,
-            list(wanted.more), options.pin, options.pin_s, options.group, record.avoided(),
-            self._places.untold(value.shard), list(wanted.soon),
-        )  # fmt: skip
-        since_s = time.monotonic() if wanted.since_s is None else wanted.since_s
-        return Asked(request, since_s, generation)
-
     def _not_stored(self, shard: int, request: m.Store, error: KVStoreError) -> PutOutcome:
         """Nothing is known of the places; FAILED if the long way may do, else raise the error."""
-        self._places.abandon(shard, request.batch, request.following, *request.more,
-                             *request.soon)  # fmt: skip
+        self._supply.lose(shard, request)
         if not isinstance(error, MasterRefused):
             raise error
         logger.debug("not stored: %s", error)  # a new master, perhaps, that does not know us
@@ -391,36 +321,13 @@ class QuickWrites:
         self, shard: int, place: ReservedPlace, asked: Asked, reply: m.Stored
     ) -> PutOutcome:
         """Take what the master has given, and say what became of the value."""
-        record, places, request = self._core.record, self._places, asked.request
-        key = request.key
-        if request.abandoned:
-            places.told(shard, request.abandoned)
-        outcome, unused = reply.outcome, reply.place
-        if request.soon:
-            if outcome is PutOutcome.STORED:
-                places.order(shard, place.space, request.soon, asked.since_s)
-            else:
-                places.abandon(shard, *request.soon)
-        if outcome is PutOutcome.STORED and not reply.more:  # as nearly always
-            record.count_stored()
-            return outcome
-        until_s = asked.since_s + reply.put_s / 2
-        if reply.more:
-            granted = zip(reply.more, request.more, strict=False)
-            places.give(
-                shard,
-                [
-                    ReservedPlace(p.where, p.offset, place.space, n, until_s, asked.generation)
-                    for p, n in granted
-                ],
-            )
-        if unused is not None:
-            places.give(shard, [place._replace(batch=request.following)])
+        record, key, outcome = self._core.record, asked.request.key, reply.outcome
+        self._supply.keep(shard, place, asked, reply)
         if outcome is PutOutcome.STORED:
             record.count_stored()
             return outcome
         if outcome is PutOutcome.FAILED:  # repeated, too late, or by a master that knows nothing
-            if unused is not None:
+            if reply.place is not None:
                 self._forget(place, key)
             return outcome
         self._forget(place, key)

@@ -10,7 +10,7 @@ import pytest
 from kvstore import Fenced, MasterUnavailable, PutOutcome
 from kvstore.client import reserved_places
 from kvstore.master.store_master import MasterTiming, StoreMaster
-from kvstore.values import quick_writes
+from kvstore.values import place_supply
 from kvstore.wire import messages as m
 from tests.support.store_pool import Pool
 from tests.support.waits import eventually
@@ -29,7 +29,7 @@ def patient(monkeypatch):
 
 @pytest.fixture
 def pool(stack, monkeypatch):
-    monkeypatch.setattr(quick_writes, "AHEAD_MAX", AHEAD)
+    monkeypatch.setattr(place_supply, "AHEAD_MAX", AHEAD)
     pool = Pool(stack)
     yield pool
     pool.store.close()

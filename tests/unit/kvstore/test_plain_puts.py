@@ -21,7 +21,7 @@ from kvstore import (
     mailbox,
 )
 from kvstore.client import reserved_places
-from kvstore.values import quick_writes
+from kvstore.values import place_supply
 from kvstore.values.plain_puts import _ends
 from kvstore.wire import messages as m
 from kvstore.wire.left_notes import write_row
@@ -38,7 +38,7 @@ compiled = pytest.mark.skipif(not copying.COMPILED, reason="the call is compiled
 def patient(monkeypatch):
     """Places are not given back while a test looks."""
     monkeypatch.setattr(reserved_places, "IDLE_S", 60.0)
-    monkeypatch.setattr(quick_writes, "AHEAD_MAX", 6)
+    monkeypatch.setattr(place_supply, "AHEAD_MAX", 6)
 
 
 class Encoded(Requests):

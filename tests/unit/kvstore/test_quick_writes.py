@@ -26,7 +26,7 @@ from kvstore.client import reserved_places
 from kvstore.master import storing
 from kvstore.node.settlement import Settlement
 from kvstore.shards.plan import shard_of
-from kvstore.values import quick_writes
+from kvstore.values import place_supply
 from kvstore.wire import messages as m
 from tests.support.short_puts import SIZE, STORED, Requests, check_empty, value, warm
 from tests.support.store_pool import WAIT_S, Pool
@@ -40,7 +40,7 @@ EXISTS, CONFLICT = PutOutcome.EXISTS, PutOutcome.CONFLICT
 def patient(monkeypatch):
     """Places are not given back while a test looks."""
     monkeypatch.setattr(reserved_places, "IDLE_S", 60.0)
-    monkeypatch.setattr(quick_writes, "AHEAD_MAX", 1)  # one place at a time
+    monkeypatch.setattr(place_supply, "AHEAD_MAX", 1)  # one place at a time
 
 
 def test_one_request_per_put_once_the_size_is_known(stack, monkeypatch, patient):
@@ -85,7 +85,7 @@ def test_every_size_and_kind_is_its_bytes(stack, monkeypatch, patient, nbytes, b
 
 
 def test_places_are_given_several_at_a_time(stack, monkeypatch, patient):
-    monkeypatch.setattr(quick_writes, "AHEAD_MAX", 4)
+    monkeypatch.setattr(place_supply, "AHEAD_MAX", 4)
     pool = Pool(stack)
     warm(pool.store)  # the second of them was stored in the place that was reserved
     requests = Requests(pool.store, monkeypatch)

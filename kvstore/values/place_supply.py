@@ -1,0 +1,155 @@
+"""Sees to places for the puts to come: asks for them in time, and keeps what is given.
+
+32 left ... 16 left ─▶ an order is posted; the master opens places beside the puts that follow
+none left ─▶ the last put is asked for, and its reply names what was ordered
+no order could be posted: the last put but one orders, and waits for its own reply
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.client.post_box import NEVER
+from kvstore.client.reserved_places import NOTHING, ReservedPlace
+from kvstore.errors import Fenced, KVStoreError
+from kvstore.wire import messages as m
+from kvstore.wire.messages import PutOutcome
+
+if TYPE_CHECKING:
+    from kvstore.client.client_core import ClientCore
+    from kvstore.client.post_box import PostBoxes
+    from kvstore.client.reserved_places import ReservedPlaces
+    from kvstore.values.quick_value import QuickValue
+
+logger = logging.getLogger(__name__)
+
+AHEAD_BYTES: Final = 4 << 20
+AHEAD_MAX: Final = 32  # places that are asked for at once
+
+
+class Asked(NamedTuple):
+    """What the master was asked.
+
+    Attributes:
+        request: For a block, and perhaps for further places.
+        since_s: When these may have been opened first.
+        generation: Theirs; see `PostBoxes.generation`.
+    """
+
+    request: m.Store
+    since_s: float = 0.0
+    generation: int = NEVER
+
+
+class PlaceSupply:
+    """Thread-safe.
+
+    Args:
+        core: The client's operations.
+        places: Held ahead.
+        posts: Where orders are posted.
+    """
+
+    def __init__(self, core: ClientCore, places: ReservedPlaces, posts: PostBoxes) -> None:
+        self._core = core
+        self._places = places
+        self._posts = posts
+
+    def reserve(self, value: QuickValue) -> ReservedPlace | None:
+        """Ask for a place for this value; None if there is none. Raises Fenced."""
+        record, shard, space = self._core.record, value.shard, value.space
+        request = m.Reserve(
+            record.name, value.key, record.next_batch(), space, record.avoided(),
+            self._places.untold(shard),
+        )  # fmt: skip
+        try:
+            return self._places.reserve(request, shard, space, self._posts.generation())
+        except Fenced:
+            raise
+        except KVStoreError as error:
+            logger.debug("no place: %s", error)
+            return None
+
+    def order(self, value: QuickValue, left: int) -> None:
+        """Post an order for places for such values, if it is time.
+
+        Args:
+            value: Was posted.
+            left: So many are held.
+        """
+        shard, space, box = value.shard, value.space, self._posts.box
+        count = _count_ahead(space)
+        if left > count // 2 or box is None or self._places.has_ordered(shard, space):
+            return
+        number, since_s = self._core.record.next_batch, time.monotonic()
+        numbers = [number() for _ in range(count)]
+        if numbers[-1] - numbers[0] >= count:
+            return  # another thread took numbers in between
+        if box.order(numbers[0], count, value.nbytes):
+            self._places.order(shard, space, numbers, since_s)
+
+    def request(
+        self, value: QuickValue, place: ReservedPlace, checksum: int, left: int, generation: int
+    ) -> Asked:
+        """Return what tells the master of a value, and asks for further places.
+
+        Args:
+            value: Was written, and noted.
+            place: Where.
+            checksum: Its own.
+            left: How many places are held beside.
+            generation: Of those that the reply will bring.
+        """
+        record, options = self._core.record, value.options
+        following, wanted = record.next_batch(), NOTHING
+        if left <= 1:
+            count, number = _count_ahead(place.space), record.next_batch
+            wanted = self._places.wanted(value.shard, place.space, left, count, number)
+        request = m.Store(
+            record.name, place.batch, value.key, value.nbytes, checksum, following,
+            list(wanted.more), options.pin, options.pin_s, options.group, record.avoided(),
+            self._places.untold(value.shard), list(wanted.soon),
+        )  # fmt: skip
+        since_s = time.monotonic() if wanted.since_s is None else wanted.since_s
+        return Asked(request, since_s, generation)
+
+    def keep(self, shard: int, place: ReservedPlace, asked: Asked, reply: m.Stored) -> None:
+        """Take the places that a reply names.
+
+        Args:
+            shard: Of the master.
+            place: Of what was asked for.
+            asked: The request.
+            reply: What it brought.
+        """
+        places, request = self._places, asked.request
+        if request.abandoned:
+            places.told(shard, request.abandoned)
+        if request.soon:
+            if reply.outcome is PutOutcome.STORED:
+                places.order(shard, place.space, request.soon, asked.since_s)
+            else:
+                places.abandon(shard, *request.soon)
+        if reply.more:
+            until_s = asked.since_s + reply.put_s / 2
+            granted = zip(reply.more, request.more, strict=False)
+            places.give(
+                shard,
+                [
+                    ReservedPlace(p.where, p.offset, place.space, n, until_s, asked.generation)
+                    for p, n in granted
+                ],
+            )
+        if reply.place is not None:
+            places.give(shard, [place._replace(batch=request.following)])
+
+    def lose(self, shard: int, request: m.Store) -> None:
+        """Nothing is known of the places of a request: nothing is or will be written there."""
+        self._places.abandon(shard, request.batch, request.following, *request.more, *request.soon)
+
+
+def _count_ahead(space: int) -> int:
+    """Return how many places of a size are asked for at once."""
+    return min(AHEAD_MAX, max(1, AHEAD_BYTES // space))
