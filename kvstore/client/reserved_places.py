@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvstore.client.post_box import NEVER
 from kvstore.client.writes_under_way import Target
 from kvstore.errors import KVStoreError
 from kvstore.wire import messages as m
@@ -57,6 +58,20 @@ class ReservedPlace(NamedTuple):
     generation: int
 
 
+class Order(NamedTuple):
+    """Places that the master opens, or has opened.
+
+    Attributes:
+        numbers: Theirs.
+        since_s: It was asked after that time.
+        generation: From before that; see `PostBoxes.generation`.
+    """
+
+    numbers: Sequence[int]
+    since_s: float
+    generation: int = NEVER
+
+
 class Wanted(NamedTuple):
     """Numbers of places that a `Store` asks for.
 
@@ -72,6 +87,7 @@ class Wanted(NamedTuple):
 
 
 NOTHING: Final = Wanted()
+_NO_ORDER: Final = Order((), 0.0)
 
 
 class ReservedPlaces:
@@ -91,7 +107,7 @@ class ReservedPlaces:
         self._used_s: dict[Kind, float] = {}
         self._keys: dict[int, bytes] = {}  # any key of each shard
         self._untold: dict[int, list[int]] = {}  # shard -> numbers that are over
-        self._ordered: dict[Kind, tuple[Sequence[int], float]] = {}  # numbers, and since when
+        self._ordered: dict[Kind, Order] = {}
         self._held_bytes = 0
         # Segments mapped here; forgotten often, lest that of a node be kept that is gone.
         self.mapped: dict[Target, tuple[RegionKey, InPlace | None]] = {}
@@ -149,21 +165,43 @@ class ReservedPlaces:
             ordered = self._ordered.pop((shard, space), None)
         if ordered is None:
             return Wanted(more=[number() for _ in range(count)])
-        return Wanted(more=ordered[0], since_s=ordered[1])
+        return Wanted(more=ordered.numbers, since_s=ordered.since_s)
 
     def has_ordered(self, shard: int, space: int) -> bool:
         """Tell whether others of this size will be there when these are used up."""
         return (shard, space) in self._ordered
 
-    def order(self, shard: int, space: int, numbers: Sequence[int], since_s: float) -> None:
-        """The master opens these, or has: it was asked after that time, and has answered."""
+    def ordered(self, shard: int, space: int) -> Order | None:
+        """Return what is ordered of a size."""
+        return self._ordered.get((shard, space))
+
+    def collect(self, shard: int, space: int, order: Order, places: Sequence[ReservedPlace]) -> int:
+        """Keep what was opened of an order; return how many places of the size are held then.
+
+        Args:
+            shard: Of the master.
+            space: Of the places.
+            order: Theirs. Another thread may have collected it: then these are there already.
+            places: Of the first of its numbers.
+        """
+        kind = shard, space
+        with self._lock:
+            is_ours = self._ordered.get(kind) is order
+            if is_ours:
+                del self._ordered[kind]
+        if is_ours:
+            self.give(shard, places)
+        return len(self._places.get(kind, ()))
+
+    def order(self, shard: int, space: int, order: Order) -> None:
+        """The master opens these, or has."""
         kind = shard, space
         with self._lock:
             if self._closed or kind in self._ordered:
-                for number in numbers:
+                for number in order.numbers:
                     self._end(shard, number)
             else:
-                self._ordered[kind] = numbers, since_s
+                self._ordered[kind] = order
                 self._places.setdefault(kind, [])
                 self._used_s.setdefault(kind, time.monotonic())
             self._watch()
@@ -243,7 +281,7 @@ class ReservedPlaces:
             for place in self._places.pop(kind):
                 self._held_bytes -= place.space
                 self._end(kind[0], place.batch)
-            for number in self._ordered.pop(kind, ((), 0.0))[0]:
+            for number in self._ordered.pop(kind, _NO_ORDER).numbers:
                 self._end(kind[0], number)
 
     def _drop_where(self, unwanted: Callable[[ReservedPlace], bool]) -> None:

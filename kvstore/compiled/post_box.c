@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #define SERIAL_SHIFT 40 /* of a generation, as Python has it: those of an earlier box are others */
-#define POST_WAKE 16 /* posts that the master has not taken: it is woken for each so many */
+#define POST_WAKE 32 /* posts that the master has not taken: it is woken for each so many */
 #define CLAIM_TRIES 4
 
 typedef struct {
@@ -175,6 +175,27 @@ static PyObject *post_box_order(PostBox *box, PyObject *const *args, Py_ssize_t 
     return PyBool_FromLong(possible && post(box, &fresh) && master_is_there(box));
 }
 
+PyDoc_STRVAR(granted_doc,
+             "granted(first)\n--\n\nReturn what the master has said of the places that were ordered, "
+             "from this number on; None: nothing yet, or something else since.");
+
+static PyObject *post_box_granted(PostBox *box, PyObject *number)
+{
+    uint64_t first = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred())
+        return NULL;
+    const unsigned char *grant = box->ring + RING_GRANT;
+    uint64_t turn = shared_load(grant), nbytes = shared_load(grant + 16);
+    if (turn & 1 || !turn || shared_load(grant + 8) != first || nbytes > GRANT_BYTES_MAX)
+        Py_RETURN_NONE;
+    PyObject *payload =
+        PyBytes_FromStringAndSize((const char *)grant + GRANT_HEAD_BYTES, (Py_ssize_t)nbytes);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (payload && shared_load(grant) != turn) /* it was written anew meanwhile */
+        Py_SETREF(payload, Py_NewRef(Py_None));
+    return payload;
+}
+
 PyDoc_STRVAR(waiting_doc, "waiting()\n--\n\nReturn how many posts the master has not taken.");
 
 static PyObject *post_box_waiting(PostBox *box, PyObject *ignored)
@@ -247,6 +268,7 @@ static void post_box_free(PostBox *box)
 static PyMethodDef post_box_methods[] = {
     {"generation", (PyCFunction)post_box_generation, METH_NOARGS, generation_doc},
     {"order", (PyCFunction)(void (*)(void))post_box_order, METH_FASTCALL, order_doc},
+    {"granted", (PyCFunction)post_box_granted, METH_O, granted_doc},
     {"wake", (PyCFunction)post_box_wake, METH_NOARGS, wake_doc},
     {"waiting", (PyCFunction)post_box_waiting, METH_NOARGS, waiting_doc},
     {NULL, NULL, 0, NULL},

@@ -279,6 +279,35 @@ static PyObject *office_close(PostOffice *office, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(office_grant_doc,
+             "grant(number, first, payload)\n--\n\nTell a client what became of the places that it "
+             "ordered last, from number `first` on; false if it is to ask.");
+
+static PyObject *office_grant(PostOffice *office, PyObject *const *args, Py_ssize_t count)
+{
+    if (expect(count, 3, "grant"))
+        return NULL;
+    unsigned long wanted = PyLong_AsUnsignedLong(args[0]);
+    uint64_t first = PyLong_AsUnsignedLongLong(args[1]);
+    if (PyErr_Occurred() || !PyBytes_Check(args[2])) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a grant is bytes");
+        return NULL;
+    }
+    size_t nbytes = (size_t)PyBytes_GET_SIZE(args[2]);
+    Ring *ring = ring_of(office, (unsigned)wanted);
+    if (!ring || nbytes > GRANT_BYTES_MAX)
+        Py_RETURN_FALSE;
+    unsigned char *grant = ring->memory + RING_GRANT;
+    uint64_t turn = shared_load(grant) & ~(uint64_t)1;
+    shared_store(grant, turn + 1);
+    shared_store(grant + 8, first);
+    shared_store(grant + 16, nbytes);
+    memcpy(grant + GRANT_HEAD_BYTES, PyBytes_AS_STRING(args[2]), nbytes);
+    shared_store(grant, turn + 2);
+    Py_RETURN_TRUE;
+}
+
 /* ---- deciding about keys that clients may be putting */
 
 PyDoc_STRVAR(office_announce_doc,
@@ -458,6 +487,7 @@ static PyMethodDef office_methods[] = {
     OFFICE_METHOD(add, METH_FASTCALL),    OFFICE_METHOD(drop, METH_O),
     OFFICE_METHOD(take, METH_NOARGS),     OFFICE_METHOD(release, METH_NOARGS),
     OFFICE_METHOD(revoke, METH_NOARGS),   OFFICE_METHOD(close, METH_NOARGS),
+    OFFICE_METHOD(grant, METH_FASTCALL),
     OFFICE_METHOD(announce, METH_O),      OFFICE_METHOD(retract, METH_O),
     OFFICE_METHOD(stop, METH_O),          OFFICE_METHOD(clear, METH_FASTCALL),
     OFFICE_METHOD(say, METH_FASTCALL),    OFFICE_METHOD(look_at, METH_O),

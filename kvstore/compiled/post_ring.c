@@ -4,6 +4,8 @@
  *   client's line    0 state: closed (1 bit) | generation (39) | posts so far (24) | 128 its claim
  *   master's line   64 posts taken | 72 the first generation whose places are the client's | 80 its number
  *   posts         4096 POSTS_MAX of them, a ring
+ *   grant         8192 turn (odd while it is being written) | first number | bytes | 64 bytes later
+ *                      what the master says of the places that were ordered last
  *
  * To post is to count one more in the state, and that fails if the state has changed since the put
  * began. So a master that needs to decide something itself raises the generation first: what was
@@ -11,13 +13,16 @@
  *
  * Part of `kvstore/rows.c` and `kvstore/native.c`. */
 
-#define RING_BYTES 8192
+#define RING_BYTES 16384
 #define RING_STATE 0
 #define RING_TAKEN 64
 #define RING_FLOOR 72
 #define RING_NUMBER 80
 #define RING_CLAIM 128 /* position of its bucket, and the word */
 #define RING_POSTS 4096
+#define RING_GRANT 8192
+#define GRANT_HEAD_BYTES 64
+#define GRANT_BYTES_MAX (RING_BYTES - RING_GRANT - GRANT_HEAD_BYTES)
 #define POSTS_MAX 64
 #define RING_CLOSED ((uint64_t)1 << 63)
 #define RING_COUNT_MASK ((uint64_t)0xFFFFFF)

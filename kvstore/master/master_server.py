@@ -225,6 +225,8 @@ class MasterServer:
                 soon_s = self._posts.doze(now)
             if self._master.has_wishes:
                 self._master.grant_wishes(now)
+            if self._posts is not None:
+                self._posts.tell()
             if self.events is not None:
                 self._publish(self.events)
             self._say_to_posters(now)

@@ -29,6 +29,7 @@ from kvstore import row_loops
 from kvstore.mailbox import clock_name
 from kvstore.master.store_master import StoreMaster
 from kvstore.wire import messages as m
+from kvstore.wire.granted import encode
 
 if TYPE_CHECKING:
     from kvstore._rows import PostOffice
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 CLIENT: Final = ".client"  # how the identity of a client's way to its master ends
 HEAD_BYTES: Final = 4096
 BUCKET_BYTES: Final = 64
-RING_BYTES: Final = 8192
+RING_BYTES: Final = 16384
 BUCKETS_MIN: Final = 1 << 15
 FULL: Final = 4 / 7  # of the words: buckets of seven overflow from here on
 DOZE_S: Final = 0.01  # so soon the master looks again while puts are posted
@@ -135,6 +136,12 @@ class Posts:
     def after(self, announced: Sequence[bytes]) -> None:
         """A request was handled, whose keys these are."""
         self._office.retract(announced)
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell clients of the places that were opened for them."""
+        for number, first, granted in self._master.take_grants():
+            self._office.grant(number, first, encode(granted))
 
     def say(self, *, may_post: bool, leads_until_s: float) -> None:
         """Tell clients whether all blocks are known, and until when this master leads.
@@ -174,13 +181,14 @@ class Posts:
         posted = self._office.take()
         if posted is None:
             return False
-        clients = self._clients
+        clients, stored = self._clients, []
         try:
             for number, kind, key, batch, length, checksum, count in posted:
                 if kind == STORE:
-                    self._master.take_post(clients[number], key, batch, length, checksum)
+                    stored.append((clients[number], key, batch, length, checksum))
                 elif kind == ORDER:
-                    self._master.take_order(clients[number], batch, count, length)
+                    self._master.take_order(clients[number], batch, count, length, number)
+            self._master.take_posts(stored)
         finally:
             self._office.release()
         return bool(posted)

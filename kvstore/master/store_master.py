@@ -39,13 +39,14 @@ from kvstore.master.keeping import Keeping
 from kvstore.master.lending import Lending
 from kvstore.master.reading import Reading
 from kvstore.master.settling import Settling
-from kvstore.master.storing import Storing
+from kvstore.master.storing import Post, Storing
 from kvstore.master.tenancy import Tenancy
 from kvstore.master.timing import MasterTiming as MasterTiming
 from kvstore.master.transition import MasterPart, Transition, malformed
 from kvstore.master.witnessed import Witnessed
 from kvstore.master.writing import Writing
 from kvstore.wire import messages as m
+from kvstore.wire.granted import Granted
 
 if TYPE_CHECKING:
     from kvstore._rows import PostOffice
@@ -175,13 +176,18 @@ class StoreMaster:
         """Whether `step` may, at this time, take a place from a client that knows of no end."""
         return self._writing.is_late(now) or self._lending.is_silent(now)
 
-    def take_post(self, client: str, key: bytes, batch: int, length: int, checksum: int) -> None:
-        """Make a block of what a client has posted."""
-        self._storing.take_post(client, key, batch, length, checksum)
+    def take_posts(self, posts: Sequence[Post]) -> None:
+        """Make blocks of what clients have posted, in this order."""
+        self._storing.take_posts(posts)
 
-    def take_order(self, client: str, first: int, count: int, length: int) -> None:
+    def take_order(self, client: str, first: int, count: int, length: int, poster: int) -> None:
         """Note which places a client wishes for: numbers from `first` on."""
-        self._storing.take_order(client, first, count, length)
+        self._storing.take_order(client, first, count, length, poster)
+
+    def take_grants(self) -> list[tuple[int, int, Granted]]:
+        """Return what is to be told to posters: who, the first number, and places."""
+        granted, self._storing.granted = self._storing.granted, []
+        return granted
 
     def take_events(self) -> list[EventBatch]:
         """Return what steps since the last call have to tell, in order; the caller sends it."""

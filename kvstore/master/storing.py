@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
+from kvstore import row_loops
 from kvstore.master.abandoned import AbandonedBatches
 from kvstore.master.books.allocator import padded
 from kvstore.master.books.catalog import Catalog
@@ -29,15 +30,33 @@ from kvstore.master.transition import (
 )
 from kvstore.master.writing import compare
 from kvstore.wire import messages as m
+from kvstore.wire.granted import Granted
 
 logger = logging.getLogger(__name__)
 
-# client, numbers of places, bytes of the values, nodes to leave alone
-Wish = tuple[str, Sequence[int], int, Sequence[str]]
+Post = tuple[str, bytes, int, int, int]  # client, key, number of a place, bytes, checksum
 
 # So much of the pool is reserved at most: what one client keeps ahead, others cannot have.
 RESERVED_SHARE: Final = 1 / 32
 MORE_MAX: Final = 64  # places of one request
+
+
+class Wish(NamedTuple):
+    """Places that are to be opened.
+
+    Attributes:
+        client: For whom.
+        numbers: Theirs.
+        length: Bytes of the values.
+        avoid: Nodes to leave alone.
+        poster: Who ordered them by a post; 0: they are named by the reply to a later request.
+    """
+
+    client: str
+    numbers: Sequence[int]
+    length: int
+    avoid: Sequence[str]
+    poster: int = 0
 
 
 class Storing:
@@ -47,6 +66,9 @@ class Storing:
         catalog: The pool's books.
         timing: The master's durations.
         abandoned: Batches that writers gave up.
+
+    Attributes:
+        granted: What is to be told to posters: who, the first number, and places. Empty it.
     """
 
     def __init__(self, catalog: Catalog, timing: MasterTiming, abandoned: AbandonedBatches) -> None:
@@ -54,6 +76,7 @@ class Storing:
         self._timing = timing
         self._abandoned = abandoned
         self._wished: list[Wish] = []
+        self.granted: list[tuple[int, int, Granted]] = []
         # What is said to nearly all: the same object, so that it is encoded once.
         self._plainly_stored = m.Stored(m.PutOutcome.STORED, None, [], timing.put_s)
 
@@ -73,35 +96,65 @@ class Storing:
     def grant_wishes(self, now: float) -> None:
         """Open what was wanted soon; what was given up since then is left out."""
         wished, self._wished = self._wished, []
-        for client, numbers, length, avoid in wished:
-            tenant = self._catalog.tenants.acting(client)
+        for wish in wished:
+            tenant = self._catalog.tenants.acting(wish.client)
             if tenant is not None:
-                self._open(client, numbers, length, avoid, tenant, now)
+                self._open(wish.client, wish.numbers, wish.length, wish.avoid, tenant, now)
+                if wish.poster:
+                    self.granted.append((wish.poster, wish.numbers[0], self._granted(wish)))
 
-    def take_order(self, client: str, first: int, count: int, length: int) -> None:
+    def take_order(self, client: str, first: int, count: int, length: int, poster: int) -> None:
         """Have places opened soon; what is not legal is not opened."""
         if 0 < count <= MORE_MAX and length > 0:
-            self._wished.append((client, range(first, first + count), length, ()))
+            numbers = range(first, first + count)
+            self._wished.append(Wish(client, numbers, length, (), poster))
 
-    def take_post(self, client: str, key: bytes, batch: int, length: int, checksum: int) -> None:
-        """Make a block of a place that its client has filled, under a key that is free.
+    def _granted(self, wish: Wish) -> Granted:
+        rows = []
+        for number in wish.numbers:
+            batch = self._catalog.puts.find(wish.client, number)
+            row = None if batch is None else self._catalog.puts.reserved(batch)
+            if row is None:
+                break
+            rows.append(row)
+        nodes, node_idx = self._catalog.pool.name(rows)
+        offsets = row_loops.gather(self._catalog.table.offset, rows)
+        return Granted(nodes, node_idx, offsets, self._timing.put_s)
+
+    def take_posts(self, posts: Sequence[Post]) -> None:
+        """Make blocks of places that their clients have filled, under keys that are free.
 
         Both are known to be so; where they are not, somebody has written where he should not.
         """
-        catalog = self._catalog
-        puts, table = catalog.puts, catalog.table
-        put = puts.find(client, batch)
-        row = None if put is None else puts.reserved(put)
-        if put is None or row is None:
-            logger.error("%s posted a put into place %d, which it does not have", client, batch)
-            return
-        free = key not in catalog.index.rows and key not in puts.writers
-        if not free or length <= 0 or table.space[row] != padded(length):
-            logger.error("%s posted a put of %s, which cannot be one", client, key.hex())
-            catalog.end_batch(put, at_rest=True)
-            return
-        table.length[row], table.checksum[row] = length, checksum
-        catalog.store(put, row, key)
+        catalog, found = self._catalog, self._catalog.puts.find
+        batches: list[PutBatch] = []
+        rows: list[int] = []
+        good: list[Post] = []
+        keys: set[bytes] = set()
+        for post in posts:
+            batch = found(post[0], post[2])
+            row = None if batch is None else catalog.puts.reserved(batch)
+            if batch is None or row is None:
+                logger.error("%s posted a put into place %d, not its own", post[0], post[2])
+                continue
+            if not self._is_legal(post, row) or post[1] in keys:
+                logger.error("%s posted a put of %s that cannot be one", post[0], post[1].hex())
+                catalog.end_batch(batch, at_rest=True)
+                continue
+            keys.add(post[1])
+            batches.append(batch)
+            rows.append(row)
+            good.append(post)
+        if rows:
+            _, names, _, lengths, checksums = zip(*good, strict=True)
+            row_loops.scatter(catalog.table.length, rows, lengths)
+            row_loops.scatter(catalog.table.checksum, rows, checksums)
+            catalog.store_all(batches, rows, list(names))
+
+    def _is_legal(self, post: Post, row: int) -> bool:
+        catalog, (_, key, _, length, _) = self._catalog, post
+        free = key not in catalog.index.rows and key not in catalog.puts.writers
+        return free and length > 0 and catalog.table.space[row] == padded(length)
 
     def _reserve(self, request: m.Reserve, now: float) -> m.Reply:
         client, puts = request.client, self._catalog.puts
@@ -149,7 +202,7 @@ class Storing:
             if request.more:
                 self._open(client, request.more, request.length, request.avoid, tenant, now)
             if request.soon:
-                self._wished.append((client, request.soon, request.length, request.avoid))
+                self._wished.append(Wish(client, request.soon, request.length, request.avoid))
             if not request.more:  # as nearly always; `following` names nothing
                 return self._plainly_stored
         return self._stored(request, outcome)

@@ -1,6 +1,6 @@
 """Sees to places for the puts to come: asks for them in time, and keeps what is given.
 
-32 left ... 16 left ─▶ an order is posted; the master opens places beside the puts that follow
+32 left ... 24 left ─▶ an order is posted; the master opens places beside the puts that follow
 none left ─▶ the last put is asked for, and its reply names what was ordered
 no order could be posted: the last put but one orders, and waits for its own reply
 """
@@ -12,9 +12,10 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.client.post_box import NEVER
-from kvstore.client.reserved_places import NOTHING, ReservedPlace
+from kvstore.client.reserved_places import NOTHING, Order, ReservedPlace
 from kvstore.errors import Fenced, KVStoreError
 from kvstore.wire import messages as m
+from kvstore.wire.granted import decode
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 AHEAD_BYTES: Final = 4 << 20
 AHEAD_MAX: Final = 32  # places that are asked for at once
+ORDER_SHARE: Final = 3 / 4  # of them: while so many are left others are opened
 
 
 class Asked(NamedTuple):
@@ -72,23 +74,51 @@ class PlaceSupply:
             logger.debug("no place: %s", error)
             return None
 
-    def order(self, value: QuickValue, left: int) -> None:
-        """Post an order for places for such values, if it is time.
+    def see_to(self, value: QuickValue, left: int) -> int:
+        """Order places for such values if it is time, and take those that are there if it is not.
 
         Args:
-            value: Was posted.
-            left: So many are held.
+            value: To be put, into a place that is held.
+            left: So many are held beside.
+
+        Returns:
+            How many are then.
         """
+        if left:
+            self._order(value, left)
+            return left
+        return self._collect(value)
+
+    def _order(self, value: QuickValue, left: int) -> None:
         shard, space, box = value.shard, value.space, self._posts.box
         count = _count_ahead(space)
-        if left > count // 2 or box is None or self._places.has_ordered(shard, space):
+        if left > count * ORDER_SHARE or box is None or self._places.has_ordered(shard, space):
             return
-        number, since_s = self._core.record.next_batch, time.monotonic()
+        number, since_s, generation = (
+            self._core.record.next_batch,
+            time.monotonic(),
+            box.generation(),
+        )
         numbers = [number() for _ in range(count)]
         if numbers[-1] - numbers[0] >= count:
             return  # another thread took numbers in between
         if box.order(numbers[0], count, value.nbytes):
-            self._places.order(shard, space, numbers, since_s)
+            self._places.order(shard, space, Order(numbers, since_s, generation))
+
+    def _collect(self, value: QuickValue) -> int:
+        shard, space, box = value.shard, value.space, self._posts.box
+        order = self._places.ordered(shard, space)
+        payload = None if order is None or box is None else box.granted(order.numbers[0])
+        if order is None or payload is None:
+            return 0
+        granted = decode(payload)
+        until_s, nodes = order.since_s + granted.put_s / 2, granted.nodes
+        opened = zip(granted.node_idx, granted.offsets, order.numbers, strict=False)
+        places = [
+            ReservedPlace(nodes[idx], offset, space, number, until_s, order.generation)
+            for idx, offset, number in opened
+        ]
+        return self._places.collect(shard, space, order, places)
 
     def request(
         self, value: QuickValue, place: ReservedPlace, checksum: int, left: int, generation: int
@@ -129,7 +159,7 @@ class PlaceSupply:
             places.told(shard, request.abandoned)
         if request.soon:
             if reply.outcome is PutOutcome.STORED:
-                places.order(shard, place.space, request.soon, asked.since_s)
+                places.order(shard, place.space, Order(request.soon, asked.since_s))
             else:
                 places.abandon(shard, *request.soon)
         if reply.more:

@@ -109,6 +109,7 @@ class QuickWrites:
                 place = self._reserve(value)
                 if place is None:
                     return None
+            left = self._supply.see_to(value, left)
             written, known = None, self._segments.known(place.where)
             if known is not None:
                 mapped = self._mapped(place, known)
@@ -117,7 +118,6 @@ class QuickWrites:
                 checksum = self._write(value, place, write)
             elif written.posted:
                 self._core.record.count_stored()
-                self._supply.order(value, left)
                 return PutOutcome.STORED
             elif written.request is not None:
                 return self._put_plainly(value.shard, place, written.request, timeout_s)

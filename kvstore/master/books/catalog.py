@@ -192,6 +192,18 @@ class Catalog:
             self.tenants.order(row)
         self.notices.stored((row,))
 
+    def store_all(
+        self, batches: Sequence[PutBatch], rows: Sequence[int], keys: list[bytes]
+    ) -> None:
+        """Do what `store` does for each of these, under different keys, in this order."""
+        self.puts.take_named_all(batches, rows, keys)
+        taken = self.index.rows.claim(keys, list(rows))
+        assert not taken, taken
+        for tenant, count in Counter(row_loops.gather(self.table.tenant, rows)).items():
+            self.tenants[tenant].blocks += count
+        self.counts["stored"] += len(rows)
+        self._enter(rows)
+
     def settle(self, batch: PutBatch, place: int) -> int:
         """Free a copy that is certainly not being written; return how many (0, 1)."""
         row = self.puts.take(batch, place)

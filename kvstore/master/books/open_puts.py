@@ -166,6 +166,17 @@ class OpenPuts:
         if not batches:
             del self._clients[batch.client]
 
+    def take_named_all(
+        self, batches: Sequence[PutBatch], rows: Sequence[int], keys: Sequence[bytes]
+    ) -> None:
+        """Do what `take_named` does for each of these."""
+        self._reserved.difference_update(rows)
+        self.reserved_bytes -= row_loops.total(self._table.space, rows)
+        row_loops.place(self._table.keys, rows, keys)
+        for batch in batches:
+            batch.rows.clear()
+            self._forget(batch)
+
     def renumber(self, batch: PutBatch, number: int) -> None:
         """Let a batch have another number, which is not in use."""
         assert self.find(batch.client, number) is None, batch
