@@ -1,6 +1,8 @@
 /* The master's end of posted puts: see `post_ring.c` and `taken_keys.c`. Part of `kvstore/rows.c`. */
 
 #define BOXES_MAX 64 /* all of them are looked at with each request: further clients ask */
+#define UNNEEDED_MIN 64
+#define UNNEEDED_KEPT 4096
 
 typedef struct {
     unsigned char *memory;
@@ -21,6 +23,9 @@ typedef struct {
     TakenPost *taken; /* posts whose keys are still their clients' */
     Py_ssize_t num_taken, taken_room;
     Py_ssize_t used; /* keys that have a word of the master's, or are counted */
+    bool deciding;          /* a request is being handled: words are not freed before its end */
+    unsigned char *unneeded; /* keys whose words are freed then */
+    Py_ssize_t num_unneeded, unneeded_room;
 } PostOffice;
 
 /* ---- the master's own words */
@@ -46,13 +51,9 @@ static void enter_word(PostOffice *office, PyObject *of_key)
     __atomic_fetch_add(bucket, 1, __ATOMIC_SEQ_CST);
 }
 
-static void leave_word(PostOffice *office, PyObject *of_key)
+static void free_word(PostOffice *office, const unsigned char *key)
 {
-    uint64_t print;
-    const unsigned char *key = post_key(of_key);
-    if (!key)
-        return;
-    uint64_t *bucket = bucket_of(&office->keys, key, &print);
+    uint64_t print, *bucket = bucket_of(&office->keys, key, &print);
     office->used--;
     for (int i = 1; i < KEYS_BUCKET_WORDS; i++)
         if (shared_load(bucket + i) == print) {
@@ -61,6 +62,41 @@ static void leave_word(PostOffice *office, PyObject *of_key)
         }
     if (shared_load(bucket)) /* else somebody has spoilt it: as good as gone */
         __atomic_fetch_sub(bucket, 1, __ATOMIC_SEQ_CST);
+}
+
+/* A key is taken no more. While a request is handled its word stays: what ends as a put may be a block
+ * in the next moment, and in between nobody is to take it for free. */
+static void leave_word(PostOffice *office, PyObject *of_key)
+{
+    const unsigned char *key = post_key(of_key);
+    if (!key)
+        return;
+    if (!office->deciding) {
+        free_word(office, key);
+        return;
+    }
+    if (office->num_unneeded == office->unneeded_room) {
+        Py_ssize_t room = 2 * office->unneeded_room + UNNEEDED_MIN;
+        unsigned char *more = PyMem_Realloc(office->unneeded, (size_t)room * KEY_BYTES);
+        if (!more)
+            return; /* it stays taken: the master is asked */
+        office->unneeded = more;
+        office->unneeded_room = room;
+    }
+    memcpy(office->unneeded + office->num_unneeded++ * KEY_BYTES, key, KEY_BYTES);
+}
+
+static void free_unneeded(PostOffice *office)
+{
+    office->deciding = false;
+    for (Py_ssize_t i = 0; i < office->num_unneeded; i++)
+        free_word(office, office->unneeded + i * KEY_BYTES);
+    office->num_unneeded = 0;
+    if (office->unneeded_room > UNNEEDED_KEPT) {
+        PyMem_Free(office->unneeded);
+        office->unneeded = NULL;
+        office->unneeded_room = 0;
+    }
 }
 
 /* ---- clients' claims */
@@ -311,14 +347,16 @@ static PyObject *office_grant(PostOffice *office, PyObject *const *args, Py_ssiz
 /* ---- deciding about keys that clients may be putting */
 
 PyDoc_STRVAR(office_announce_doc,
-             "announce(keys)\n--\n\nNobody claims these from now on, until they are retracted. "
-             "Return the numbers of the clients that have claimed one already; None: nobody has.");
+             "announce(keys)\n--\n\nA request is handled from now on, and nobody claims these keys, "
+             "nor any that gets free meanwhile, until `retract`. Return the numbers of the clients "
+             "that have claimed one already; None: nobody has.");
 
 static PyObject *office_announce(PostOffice *office, PyObject *of_keys)
 {
     PyObject *keys = PySequence_Fast(of_keys, "expected keys"), *found = NULL;
     if (!keys)
         return NULL;
+    office->deciding = true;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(keys); i++)
         enter_word(office, PySequence_Fast_GET_ITEM(keys, i));
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(keys); i++) {
@@ -346,13 +384,15 @@ static PyObject *office_announce(PostOffice *office, PyObject *of_keys)
     return found ? found : Py_NewRef(Py_None);
 }
 
-PyDoc_STRVAR(office_retract_doc, "retract(keys)\n--\n\nThese were announced, and are decided about.");
+PyDoc_STRVAR(office_retract_doc,
+             "retract(keys)\n--\n\nThe request was handled for which these were announced.");
 
 static PyObject *office_retract(PostOffice *office, PyObject *of_keys)
 {
     PyObject *keys = PySequence_Fast(of_keys, "expected keys");
     if (!keys)
         return NULL;
+    free_unneeded(office);
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(keys); i++)
         leave_word(office, PySequence_Fast_GET_ITEM(keys, i));
     Py_DECREF(keys);
@@ -458,6 +498,7 @@ static void office_free(PostOffice *office)
     for (int i = 0; i < office->num_rings; i++)
         unmap_ring(office, office->rings + i);
     PyMem_Free(office->taken);
+    PyMem_Free(office->unneeded);
     unmap_taken_keys(&office->keys);
     Py_TYPE(office)->tp_free((PyObject *)office);
 }

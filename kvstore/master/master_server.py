@@ -153,6 +153,9 @@ class MasterServer:
 
     def close(self) -> None:
         """Stop; what the pool holds stays with the nodes."""
+        with self._lock:  # before the address is another's, who knows of no posts here
+            self._takes_posts = False
+            self._close_posts()
         self._server.close()
         self.stand_down()
 

@@ -122,7 +122,8 @@ class Posts:
         """Take what was posted before a request is handled.
 
         Returns:
-            Keys that are announced; see `after`.
+            Keys that are announced; see `after`. What the request lets go of is taken until then,
+            too: a put that ends is a block a moment later.
         """
         if not self._clients:
             return ()
@@ -131,7 +132,7 @@ class Posts:
         self.take()
         if type(request) is m.Store:
             return self._announce((request.key,))
-        return self._announce(request.keys) if type(request) is m.Allocate else ()
+        return self._announce(request.keys if type(request) is m.Allocate else ())
 
     def after(self, announced: Sequence[bytes]) -> None:
         """A request was handled, whose keys these are."""
