@@ -254,9 +254,17 @@ class ReservedPlaces:
                 self._untold[shard] = sorted(left)
 
     def let_go(self, target: Target) -> None:
-        """Use no place in a segment that is held now; see `WritesUnderWay.on_question`."""
+        """Use no place in a segment that is held now; see `WritesUnderWay.on_question`.
+
+        Nor any that was ordered before now: who granted it may lead no more, and its grant would
+        still be read where it lies, as its places may be anywhere.
+        """
         with self._lock:
             self._drop_where(lambda place: (place.where.node, place.where.segment) == target)
+            for kind, order in self._ordered.items():
+                for number in order.numbers:
+                    self._end(kind[0], number)
+            self._ordered.clear()
             self._watch()
 
     def close(self) -> None:
