@@ -16,9 +16,26 @@ SEGMENT = 8 << 20
 
 
 class Pool:
-    """Everything is closed with the stack; `connect` makes further stores."""
+    """Everything is closed with the stack; `connect` makes further stores.
 
-    def __init__(self, stack: ExitStack, *, nodes: int = 1, masters: int = 1, **knobs: Any) -> None:
+    Args:
+        stack: Of the test.
+        nodes: How many.
+        masters: How many.
+        posts: Stores post puts where they can; else they ask for each.
+        knobs: Of the configuration.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        *,
+        nodes: int = 1,
+        masters: int = 1,
+        posts: bool = True,
+        **knobs: Any,
+    ) -> None:
+        self._posts = posts
         self.secret = secrets.token_bytes(16)
         # Blocks stay where they are put, unless a test wants the master to move them. Nor does a
         # scrubber look at them, whose first pass begins late on a busy machine: what a test has
@@ -43,7 +60,10 @@ class Pool:
 
     def connect(self, **options: Any) -> Store:
         options = {"config": self.config, "secret": self.secret, **options}
-        return self.stack.enter_context(Store.connect(self.addresses, **options))
+        store = self.stack.enter_context(Store.connect(self.addresses, **options))
+        if not self._posts:
+            store.client.posts.close()
+        return store
 
     def _node(self) -> StoreNode:
         engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=self.secret)

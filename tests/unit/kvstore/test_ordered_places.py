@@ -30,7 +30,7 @@ def patient(monkeypatch):
 @pytest.fixture
 def pool(stack, monkeypatch):
     monkeypatch.setattr(place_supply, "AHEAD_MAX", AHEAD)
-    pool = Pool(stack)
+    pool = Pool(stack, posts=False)
     yield pool
     pool.store.close()
     eventually(lambda: pool.master.statistics().open_bytes == 0, "all is given back")

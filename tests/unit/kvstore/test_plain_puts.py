@@ -81,7 +81,7 @@ def test_the_request_and_the_note_are_those_of_the_other_ways():
         key, batch, following = rng.randbytes(16), number(rng), number(rng)
         payload = copying.compiled.put_block(
             target, start, source, first, nbytes, rng.choice([0, 1 << 40]), box, box_bytes,
-            segment, key, batch, following, head, end,
+            segment, key, batch, following, head, end, None, 0,
         )  # fmt: skip
         wanted = source[first : first + nbytes].tobytes()
         checksum = xxhash.xxh3_64_intdigest(wanted)
@@ -99,8 +99,8 @@ def test_what_cannot_be_noted_is_copied_all_the_same():
     copying.compiled.mailbox_close(box, box_bytes)
     source, target = np.frombuffer(secrets.token_bytes(SIZE), np.uint8), np.zeros(SIZE, np.uint8)
     found = copying.compiled.put_block(
-        target, 0, source, 0, SIZE, 1 << 40, box, box_bytes, 1, bytes(16), 1, 2, b"", b""
-    )
+        target, 0, source, 0, SIZE, 1 << 40, box, box_bytes, 1, bytes(16), 1, 2, b"", b"", None, 0,
+    )  # fmt: skip
     assert found == xxhash.xxh3_64_intdigest(source.tobytes())
     assert target.tobytes() == source.tobytes()
     del memory
@@ -110,12 +110,15 @@ def test_what_cannot_be_noted_is_copied_all_the_same():
 @pytest.mark.parametrize(
     ("position", "wrong"),
     [(9, bytes(15)), (9, None), (8, -1), (8, 1 << 32), (10, -1), (10, 1 << 64), (11, -1), (1, -1),
-     (1, 1), (3, 1), (4, 240), (4, SIZE + 1), (6, 8), (7, 64), (12, ""), (13, None)],
+     (1, 1), (3, 1), (4, 240), (4, SIZE + 1), (6, 8), (7, 64), (12, ""), (13, None),
+     (14, 0), (14, b"box")],
 )  # fmt: skip
 def test_arguments_that_would_write_elsewhere_are_refused(position, wrong):
     memory, box, box_bytes = new_box()
     source, target = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
-    arguments = [target, 0, source, 0, SIZE, 1 << 40, box, box_bytes, 1, bytes(16), 1, 2, b"", b""]
+    arguments = [
+        target, 0, source, 0, SIZE, 1 << 40, box, box_bytes, 1, bytes(16), 1, 2, b"", b"", None, 0,
+    ]  # fmt: skip
     arguments[position] = wrong
     with pytest.raises((TypeError, ValueError, OverflowError)):
         copying.compiled.put_block(*arguments)
@@ -123,8 +126,9 @@ def test_arguments_that_would_write_elsewhere_are_refused(position, wrong):
     del memory
 
 
-def test_a_stream_of_values_of_all_kinds(stack, monkeypatch, patient):
-    pool = Pool(stack, segment_bytes=64 << 20)
+@pytest.mark.parametrize("posts", [True, False], ids=["posted", "asked"])
+def test_a_stream_of_values_of_all_kinds(stack, monkeypatch, patient, posts):
+    pool = Pool(stack, posts=posts, segment_bytes=64 << 20)
     store, rng = pool.store, random.Random(time.time_ns())
     requests = Encoded(store, monkeypatch)
     region = store.register(allocate(1 << 20))
@@ -145,9 +149,12 @@ def test_a_stream_of_values_of_all_kinds(stack, monkeypatch, patient):
     for key, wanted in stored.items():
         assert store.get(key) == wanted
     assert store.client.statistics().stored_blocks == len(stored)
-    if copying.COMPILED:
+    if copying.COMPILED and not posts:
         assert requests.encoded, "some places leave others behind"
         assert {len(one.more) + len(one.soon) for one in requests.encoded} == {0}
+    elif copying.COMPILED:
+        names = requests.take()
+        assert names.count("Store") + names.count("Allocate") < len(stored), "some were posted"
     known = {key for segment in pool.nodes[0]._segments for key in segment.held().keys}
     assert known >= set(stored), "the node was told of each"
     store.remove_batch(list(stored))
@@ -155,8 +162,9 @@ def test_a_stream_of_values_of_all_kinds(stack, monkeypatch, patient):
     check_empty(pool)
 
 
-def test_names_that_are_taken_in_the_middle_of_a_stream(stack, monkeypatch, patient):
-    pool = Pool(stack)
+@pytest.mark.parametrize("posts", [True, False], ids=["posted", "asked"])
+def test_names_that_are_taken_in_the_middle_of_a_stream(stack, monkeypatch, patient, posts):
+    pool = Pool(stack, posts=posts)
     store = pool.store
     requests = Encoded(store, monkeypatch)
     seen = set()
@@ -170,7 +178,7 @@ def test_names_that_are_taken_in_the_middle_of_a_stream(stack, monkeypatch, pati
         assert store.put(name, value()) is CONFLICT
         assert store.get(name) == first
     pool.master.check_invariants()
-    assert not copying.COMPILED or seen, "some went the plain way"
+    assert not copying.COMPILED or posts or seen, "some went the plain way"
     store.close()
     check_no_place_is_open(pool)
 
@@ -199,7 +207,7 @@ def come_before_a_plain_put(store, requests):
 @compiled
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_request_or_a_reply_that_is_lost(stack, monkeypatch, patient, when):
-    pool = Pool(stack)
+    pool = Pool(stack, posts=False)
     store, keys, failed = pool.store, [], []
     requests = Encoded(store, monkeypatch)
 
@@ -230,7 +238,7 @@ def test_a_request_or_a_reply_that_is_lost(stack, monkeypatch, patient, when):
 
 @compiled
 def test_a_note_that_finds_no_room_is_sent(stack, monkeypatch, patient):
-    pool = Pool(stack)
+    pool = Pool(stack, posts=False)
     store = pool.store
     requests = Encoded(store, monkeypatch)
     come_before_a_plain_put(store, requests)
@@ -246,7 +254,7 @@ def test_a_note_that_finds_no_room_is_sent(stack, monkeypatch, patient):
 
 @compiled
 def test_who_is_fenced_hears_of_it(stack, monkeypatch, patient):
-    pool = Pool(stack)
+    pool = Pool(stack, posts=False)
     store = pool.store
     requests = Encoded(store, monkeypatch)
     come_before_a_plain_put(store, requests)

@@ -86,7 +86,7 @@ def test_every_size_and_kind_is_its_bytes(stack, monkeypatch, patient, nbytes, b
 
 def test_places_are_given_several_at_a_time(stack, monkeypatch, patient):
     monkeypatch.setattr(place_supply, "AHEAD_MAX", 4)
-    pool = Pool(stack)
+    pool = Pool(stack, posts=False)
     warm(pool.store)  # the second of them was stored in the place that was reserved
     requests = Requests(pool.store, monkeypatch)
     held, wanted, soon, contents = [], [], [], {}
@@ -333,9 +333,10 @@ def test_a_full_pool_has_no_place_ahead(stack, monkeypatch, patient):
     assert all(pool.store.exists_batch(keys)), "all of it holds blocks"
 
 
+@pytest.mark.parametrize("posts", [True, False], ids=["posted", "asked"])
 @pytest.mark.parametrize("masters", [1, 3])
-def test_many_writers_of_the_same_names_agree(stack, masters):
-    pool = Pool(stack, nodes=2, masters=masters)
+def test_many_writers_of_the_same_names_agree(stack, masters, posts):
+    pool = Pool(stack, nodes=2, masters=masters, posts=posts)
     stores = [pool.store, pool.connect(), pool.connect()]
     names = [secrets.token_bytes(16) for _ in range(60)]
     contents = {name: [value(), value()] for name in names}
