@@ -288,14 +288,13 @@ class RpcClient:
                 return []
             try:
                 lent = line.borrow(deadline)
-            except TimeoutError as error:
-                line.close()
-                raise RpcTimeout(self.address, timeout_s) from error
             except BaseException:
                 line.close()
                 raise
             self._line = line
             return lent
+        except TimeoutError as error:
+            raise RpcTimeout(self.address, timeout_s) from error
         finally:
             self._lock.release()
             if self._closed:

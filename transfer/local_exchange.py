@@ -28,6 +28,7 @@ from transfer.local_rpc import (
     RECEIVE_BYTES,
     frame,
     mac,
+    receive_with_descriptors,
     socket_name,
 )
 
@@ -346,9 +347,7 @@ class Exchange:
 
 def _first(caller: _Caller) -> bytes:
     """Take what has come from who is not proved, which may bring a board."""
-    data, descriptors, _, _ = socket.recv_fds(
-        caller.socket, RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
-    )
+    data, descriptors = receive_with_descriptors(caller.socket, RECEIVE_BYTES, 1)
     for descriptor in descriptors:
         _drop_board(caller)
         caller.board = descriptor

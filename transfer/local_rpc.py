@@ -23,6 +23,7 @@ whom it shares a board; the loan ends with the connection. The server's end is i
 
 from __future__ import annotations
 
+import array
 import hashlib
 import hmac
 import os
@@ -73,6 +74,32 @@ def mac(secret: bytes, direction: bytes, transcript: bytes) -> bytes:
 def frame(*parts: bytes) -> bytes:
     """Return a frame of these parts."""
     return b"".join((LENGTH.pack(sum(map(len, parts))), *parts))
+
+
+def receive_with_descriptors(
+    sock: socket.socket, nbytes: int, count: int
+) -> tuple[bytes, list[int]]:
+    """Return what has come, and the descriptors that came with it: no child inherits them.
+
+    `socket.recv_fds` does not hand its flags on.
+
+    Args:
+        sock: Of which something is ready.
+        nbytes: To take at most.
+        count: Descriptors at most; the kernel closes the rest.
+
+    Raises:
+        BlockingIOError: Nothing has come.
+        OSError: The connection broke.
+    """
+    descriptors = array.array("i")
+    room = socket.CMSG_LEN(count * descriptors.itemsize)
+    flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+    data, messages, _, _ = sock.recvmsg(nbytes, room, flags)
+    for level, kind, sent in messages:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(sent[: len(sent) - len(sent) % descriptors.itemsize])
+    return data, list(descriptors)
 
 
 def find_line(
@@ -203,6 +230,9 @@ class Line:
         descriptors: list[int] = []
         try:
             self._socket.sendall(LENGTH.pack(LOAN))
+        except OSError as error:
+            raise LineBroken(f"the connection broke: {error}") from error
+        try:
             word = WAKE
             while word == WAKE:  # of the board: it woke nobody who waited
                 data, more = self._some_with_descriptors(deadline_s)
@@ -226,10 +256,9 @@ class Line:
             if not ready.poll(_left(deadline_s) * 1e3):
                 _close_all(descriptors)
                 raise TimeoutError
-            flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
             try:
-                some, more, _, _ = socket.recv_fds(
-                    self._socket, LENGTH.size - len(data), LENT_MAX, flags
+                some, more = receive_with_descriptors(
+                    self._socket, LENGTH.size - len(data), LENT_MAX
                 )
             except BlockingIOError:
                 continue
