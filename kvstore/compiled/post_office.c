@@ -1,8 +1,9 @@
 /* The master's end of posted puts: see `post_ring.c` and `taken_keys.c`. Part of `kvstore/rows.c`. */
 
 #define BOXES_MAX 64 /* all of them are looked at with each request: further clients ask */
-#define UNNEEDED_MIN 64
-#define UNNEEDED_KEPT 4096
+#define LOOSE_MIN 64
+#define LOOSE_KEPT 4096
+#define LOOSE_LOOKS 8
 
 typedef struct {
     unsigned char *memory;
@@ -16,6 +17,11 @@ typedef struct {
 } TakenPost;
 
 typedef struct {
+    unsigned char key[KEY_BYTES];
+    bool needed; /* again */
+} LooseWord;
+
+typedef struct {
     PyObject_HEAD
     TakenKeys keys;
     Ring rings[BOXES_MAX];
@@ -23,9 +29,9 @@ typedef struct {
     TakenPost *taken; /* posts whose keys are still their clients' */
     Py_ssize_t num_taken, taken_room;
     Py_ssize_t used; /* keys that have a word of the master's, or are counted */
-    bool deciding;          /* a request is being handled: words are not freed before its end */
-    unsigned char *unneeded; /* keys whose words are freed then */
-    Py_ssize_t num_unneeded, unneeded_room;
+    bool deciding;     /* a request is being handled */
+    LooseWord *loose;  /* words of the master's that are freed after it */
+    Py_ssize_t num_loose, loose_room, next_loose;
 } PostOffice;
 
 /* ---- the master's own words */
@@ -36,14 +42,9 @@ static const unsigned char *post_key(PyObject *key)
     return fits ? (const unsigned char *)PyBytes_AS_STRING(key) : NULL;
 }
 
-/* Put a word for a key; where there is no room it is counted, and nobody claims in its bucket. */
-static void enter_word(PostOffice *office, PyObject *of_key)
+/* Put a word; where there is no room it is counted, and nobody claims in its bucket. */
+static void put_word(PostOffice *office, uint64_t *bucket, uint64_t print)
 {
-    uint64_t print;
-    const unsigned char *key = post_key(of_key);
-    if (!key) /* of other than 16 bytes: no client claims it */
-        return;
-    uint64_t *bucket = bucket_of(&office->keys, key, &print);
     office->used++;
     for (int i = 1; i < KEYS_BUCKET_WORDS; i++)
         if (!shared_load(bucket + i) && shared_swap(bucket + i, 0, print))
@@ -57,46 +58,60 @@ static void free_word(PostOffice *office, const unsigned char *key)
     office->used--;
     for (int i = 1; i < KEYS_BUCKET_WORDS; i++)
         if (shared_load(bucket + i) == print) {
-            shared_store(bucket + i, 0);
+            __atomic_store_n(bucket + i, 0, __ATOMIC_RELEASE);
             return;
         }
     if (shared_load(bucket)) /* else somebody has spoilt it: as good as gone */
         __atomic_fetch_sub(bucket, 1, __ATOMIC_SEQ_CST);
 }
 
-/* A key is taken no more. While a request is handled its word stays: what ends as a put may be a block
+/* Whether a word that is to be freed is of this key: it is not, then. They come in one order mostly. */
+static bool take_loose(PostOffice *office, const unsigned char *key)
+{
+    Py_ssize_t end = office->next_loose + LOOSE_LOOKS;
+    for (Py_ssize_t i = office->next_loose; i < end && i < office->num_loose; i++)
+        if (!office->loose[i].needed && !memcmp(office->loose[i].key, key, KEY_BYTES)) {
+            office->loose[i].needed = true;
+            office->next_loose = i + 1;
+            return true;
+        }
+    return false;
+}
+
+static void loosen_word(PostOffice *office, const unsigned char *key)
+{
+    if (office->num_loose == office->loose_room) {
+        Py_ssize_t room = 2 * office->loose_room + LOOSE_MIN;
+        LooseWord *more = PyMem_Realloc(office->loose, (size_t)room * sizeof *more);
+        if (!more)
+            return; /* it stays taken: the master is asked */
+        office->loose = more;
+        office->loose_room = room;
+    }
+    LooseWord *one = office->loose + office->num_loose++;
+    memcpy(one->key, key, KEY_BYTES);
+    one->needed = false;
+}
+
+/* A key is in one of the master's books. */
+static void enter_word(PostOffice *office, PyObject *of_key)
+{
+    const unsigned char *key = post_key(of_key);
+    if (!key || (office->deciding && take_loose(office, key)))
+        return; /* keys of other than 16 bytes are claimed by no client */
+    uint64_t print, *bucket = bucket_of(&office->keys, key, &print);
+    put_word(office, bucket, print);
+}
+
+/* It is there no more. While a request is handled its word stays: what ends as a put may be a block
  * in the next moment, and in between nobody is to take it for free. */
 static void leave_word(PostOffice *office, PyObject *of_key)
 {
     const unsigned char *key = post_key(of_key);
-    if (!key)
-        return;
-    if (!office->deciding) {
+    if (key && office->deciding)
+        loosen_word(office, key);
+    else if (key)
         free_word(office, key);
-        return;
-    }
-    if (office->num_unneeded == office->unneeded_room) {
-        Py_ssize_t room = 2 * office->unneeded_room + UNNEEDED_MIN;
-        unsigned char *more = PyMem_Realloc(office->unneeded, (size_t)room * KEY_BYTES);
-        if (!more)
-            return; /* it stays taken: the master is asked */
-        office->unneeded = more;
-        office->unneeded_room = room;
-    }
-    memcpy(office->unneeded + office->num_unneeded++ * KEY_BYTES, key, KEY_BYTES);
-}
-
-static void free_unneeded(PostOffice *office)
-{
-    office->deciding = false;
-    for (Py_ssize_t i = 0; i < office->num_unneeded; i++)
-        free_word(office, office->unneeded + i * KEY_BYTES);
-    office->num_unneeded = 0;
-    if (office->unneeded_room > UNNEEDED_KEPT) {
-        PyMem_Free(office->unneeded);
-        office->unneeded = NULL;
-        office->unneeded_room = 0;
-    }
 }
 
 /* ---- clients' claims */
@@ -351,33 +366,48 @@ PyDoc_STRVAR(office_announce_doc,
              "nor any that gets free meanwhile, until `retract`. Return the numbers of the clients "
              "that have claimed one already; None: nobody has.");
 
+/* Add the owners of claims on a key to a set, which is made when it is needed. -1: failed. */
+static int find_rivals(const uint64_t *bucket, uint64_t print, PyObject **found)
+{
+    for (int i = 1; i < KEYS_BUCKET_WORDS; i++) {
+        uint64_t word = shared_load(bucket + i);
+        if (!has_print(word, print) || owner_of(word) == OWNER_MASTER)
+            continue;
+        PyObject *number = PyLong_FromUnsignedLong(owner_of(word));
+        if (number && !*found)
+            *found = PySet_New(NULL);
+        int failed = !number || !*found || PySet_Add(*found, number);
+        Py_XDECREF(number);
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
 static PyObject *office_announce(PostOffice *office, PyObject *of_keys)
 {
     PyObject *keys = PySequence_Fast(of_keys, "expected keys"), *found = NULL;
     if (!keys)
         return NULL;
     office->deciding = true;
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(keys); i++)
-        enter_word(office, PySequence_Fast_GET_ITEM(keys, i));
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(keys); i++) {
-        uint64_t print;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(keys);
+    uint64_t print;
+    for (Py_ssize_t i = 0; i < count; i++) { /* so that they are all fetched at once */
+        const unsigned char *key = post_key(PySequence_Fast_GET_ITEM(keys, i));
+        if (key)
+            __builtin_prefetch(bucket_of(&office->keys, key, &print), 1);
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
         const unsigned char *key = post_key(PySequence_Fast_GET_ITEM(keys, i));
         if (!key)
             continue;
         uint64_t *bucket = bucket_of(&office->keys, key, &print);
-        for (int slot = 1; slot < KEYS_BUCKET_WORDS; slot++) {
-            uint64_t word = shared_load(bucket + slot);
-            if (!has_print(word, print) || owner_of(word) == OWNER_MASTER)
-                continue;
-            PyObject *number = PyLong_FromUnsignedLong(owner_of(word));
-            found = found ? found : PySet_New(NULL);
-            if (!number || !found || PySet_Add(found, number)) {
-                Py_XDECREF(number);
-                Py_CLEAR(found);
-                Py_DECREF(keys);
-                return NULL;
-            }
-            Py_DECREF(number);
+        put_word(office, bucket, print);
+        loosen_word(office, key);
+        if (find_rivals(bucket, print, &found)) {
+            Py_CLEAR(found);
+            Py_DECREF(keys);
+            return NULL;
         }
     }
     Py_DECREF(keys);
@@ -385,17 +415,26 @@ static PyObject *office_announce(PostOffice *office, PyObject *of_keys)
 }
 
 PyDoc_STRVAR(office_retract_doc,
-             "retract(keys)\n--\n\nThe request was handled for which these were announced.");
+             "retract()\n--\n\nThe request was handled. What was announced, or was let go of, and is "
+             "in no book now is taken no more.");
 
-static PyObject *office_retract(PostOffice *office, PyObject *of_keys)
+static PyObject *office_retract(PostOffice *office, PyObject *ignored)
 {
-    PyObject *keys = PySequence_Fast(of_keys, "expected keys");
-    if (!keys)
-        return NULL;
-    free_unneeded(office);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(keys); i++)
-        leave_word(office, PySequence_Fast_GET_ITEM(keys, i));
-    Py_DECREF(keys);
+    (void)ignored;
+    office->deciding = false;
+    uint64_t print;
+    for (Py_ssize_t i = 0; i < office->num_loose; i++)
+        if (!office->loose[i].needed)
+            __builtin_prefetch(bucket_of(&office->keys, office->loose[i].key, &print), 1);
+    for (Py_ssize_t i = 0; i < office->num_loose; i++)
+        if (!office->loose[i].needed)
+            free_word(office, office->loose[i].key);
+    office->num_loose = office->next_loose = 0;
+    if (office->loose_room > LOOSE_KEPT) {
+        PyMem_Free(office->loose);
+        office->loose = NULL;
+        office->loose_room = 0;
+    }
     Py_RETURN_NONE;
 }
 
@@ -498,7 +537,7 @@ static void office_free(PostOffice *office)
     for (int i = 0; i < office->num_rings; i++)
         unmap_ring(office, office->rings + i);
     PyMem_Free(office->taken);
-    PyMem_Free(office->unneeded);
+    PyMem_Free(office->loose);
     unmap_taken_keys(&office->keys);
     Py_TYPE(office)->tp_free((PyObject *)office);
 }
@@ -529,7 +568,7 @@ static PyMethodDef office_methods[] = {
     OFFICE_METHOD(take, METH_NOARGS),     OFFICE_METHOD(release, METH_NOARGS),
     OFFICE_METHOD(revoke, METH_NOARGS),   OFFICE_METHOD(close, METH_NOARGS),
     OFFICE_METHOD(grant, METH_FASTCALL),
-    OFFICE_METHOD(announce, METH_O),      OFFICE_METHOD(retract, METH_O),
+    OFFICE_METHOD(announce, METH_O),      OFFICE_METHOD(retract, METH_NOARGS),
     OFFICE_METHOD(stop, METH_O),          OFFICE_METHOD(clear, METH_FASTCALL),
     OFFICE_METHOD(say, METH_FASTCALL),    OFFICE_METHOD(look_at, METH_O),
     {NULL, NULL, 0, NULL},

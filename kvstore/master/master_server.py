@@ -294,11 +294,11 @@ class MasterServer:
         posts = self._posts
         if posts is None:
             return self._stepped_plainly(request, now)
-        announced = posts.before(request, now)
         try:
+            posts.before(request, now)
             return self._stepped_plainly(request, now)
         finally:
-            posts.after(announced)
+            posts.after()
             self._say_to_posters(now)
 
     def _stepped_plainly(self, request: m.Request, now: float) -> m.Reply:

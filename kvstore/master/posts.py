@@ -118,25 +118,25 @@ class Posts:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def before(self, request: m.Request, now: float) -> Sequence[bytes]:
-        """Take what was posted before a request is handled.
+    def before(self, request: m.Request, now: float) -> None:
+        """Take what was posted before a request is handled; `after` follows in any case.
 
-        Returns:
-            Keys that are announced; see `after`. What the request lets go of is taken until then,
-            too: a put that ends is a block a moment later.
+        Until then nobody claims the keys that it is about, nor one that it lets go of: a put that
+        ends is a block a moment later.
         """
         if not self._clients:
-            return ()
+            return
         if type(request) not in _HARMLESS or self._master.takes_places(now):
             self._office.revoke()
         self.take()
-        if type(request) is m.Store:
-            return self._announce((request.key,))
-        return self._announce(request.keys if type(request) is m.Allocate else ())
+        if type(request) is m.Allocate:
+            self._announce(request.keys)
+        else:
+            self._announce((request.key,) if type(request) is m.Store else ())
 
-    def after(self, announced: Sequence[bytes]) -> None:
-        """A request was handled, whose keys these are."""
-        self._office.retract(announced)
+    def after(self) -> None:
+        """A request was handled."""
+        self._office.retract()
         self.tell()
 
     def tell(self) -> None:
@@ -199,7 +199,7 @@ class Posts:
         """Whether there are more keys than words for them, nearly."""
         return self._office.used > FULL * self._office.room
 
-    def _announce(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+    def _announce(self, keys: Sequence[bytes]) -> None:
         office = self._office
         rivals = office.announce(keys)
         if rivals:
@@ -207,7 +207,6 @@ class Posts:
                 office.stop(number)
             self.take()
             office.clear(keys, rivals)
-        return keys
 
     def _new_office(self) -> tuple[int, PostOffice]:
         compiled = row_loops.compiled
