@@ -67,7 +67,7 @@ class Posts:
         self._clients: dict[int, str] = {}  # number -> incarnation
         self._rings: dict[int, int] = {}  # number -> descriptor
         self._said = False, 0
-        self._looks = False
+        self._looks = self._takes_places = False
         self._taken_s = -math.inf
         self._process = os.pidfd_open(os.getpid())
         self._keys, self._office = self._new_office()
@@ -126,7 +126,8 @@ class Posts:
         """
         if not self._clients:
             return
-        if type(request) not in _HARMLESS or self._master.takes_places(now):
+        self._takes_places = type(request) not in _HARMLESS or self._master.takes_places(now)
+        if self._takes_places:
             self._office.revoke()
         self.take()
         if type(request) is m.Allocate:
@@ -137,6 +138,9 @@ class Posts:
     def after(self) -> None:
         """A request was handled."""
         self._office.retract()
+        if self._takes_places:  # what was ordered after the revocation was opened, and taken, too
+            self._takes_places = False
+            self._office.revoke()
         self.tell()
 
     def tell(self) -> None:

@@ -182,7 +182,8 @@ class StoreMaster:
 
     def take_order(self, client: str, first: int, count: int, length: int, poster: int) -> None:
         """Note which places a client wishes for: numbers from `first` on."""
-        self._storing.take_order(client, first, count, length, poster)
+        if client not in self._fenced:
+            self._storing.take_order(client, first, count, length, poster)
 
     def take_grants(self) -> list[tuple[int, int, Granted]]:
         """Return what is to be told to posters: who, the first number, and places."""

@@ -131,12 +131,14 @@ class Storing:
         rows: list[int] = []
         good: list[Post] = []
         keys: set[bytes] = set()
+        places: set[int] = set()
         for post in posts:
             batch = found(post[0], post[2])
             row = None if batch is None else catalog.puts.reserved(batch)
-            if batch is None or row is None:
+            if batch is None or row is None or row in places:
                 logger.error("%s posted a put into place %d, not its own", post[0], post[2])
                 continue
+            places.add(row)
             if not self._is_legal(post, row) or post[1] in keys:
                 logger.error("%s posted a put of %s that cannot be one", post[0], post[1].hex())
                 catalog.end_batch(batch, at_rest=True)

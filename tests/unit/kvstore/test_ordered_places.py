@@ -59,11 +59,11 @@ def until_ordered(store):
 
 def test_what_is_ordered_is_used(pool, patient):
     until_ordered(pool.store)
-    ((numbers, _),) = pool.store.client.places._ordered.values()
+    (order,) = pool.store.client.places._ordered.values()
     assert held(pool) == 1 + AHEAD
     put(pool.store)
     ((taken,),) = [list(pool.store.client.places._places.values())]
-    assert [place.batch for place in taken] == numbers
+    assert [place.batch for place in taken] == order.numbers
     assert held(pool) == AHEAD
     assert not pool.store.client.places._ordered
 
@@ -122,7 +122,7 @@ def test_an_order_whose_reply_is_lost_is_given_back(pool, patient, monkeypatch, 
     put(store)
     put(store)
     places = sum(map(len, store.client.places._places.values()))
-    ordered = sum(len(numbers) for numbers, _ in store.client.places._ordered.values())
+    ordered = sum(len(order.numbers) for order in store.client.places._ordered.values())
     assert held(pool) == places + ordered, "what it does not know of is free"
 
 

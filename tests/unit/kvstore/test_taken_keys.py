@@ -141,9 +141,51 @@ def test_a_key_that_is_announced_is_not_claimed_until_it_is_retracted(scene):
     assert scene.office.announce(keys) is None
     assert scene.office.used == 5
     assert [scene.put(box, key, 1) for key in keys] == [False] * 5
-    scene.office.retract(keys)
+    scene.office.retract()
     assert (scene.table.words(), scene.office.used) == ([], 0)
     assert [scene.put(box, key, 1) for key in keys] == [True] * 5
+
+
+def test_a_key_that_goes_while_a_request_is_handled_is_taken_until_its_end(scene):
+    box, keys = scene.box(1), [fresh() for _ in range(20)]
+    index, rows = indexed(scene, keys[:10])
+    other = make_key_index(rows)
+    other.mirror(scene.office)
+    rows[10:20] = keys[10:]
+    assert other.claim(keys[10:], list(range(10, 20))) == []
+    assert scene.office.announce([]) is None
+    index.drop(keys[:3])
+    other.drop(keys[10:])  # of puts that end
+    assert not any(scene.put(box, key, 1) for key in keys)
+    assert index.claim(keys[12:], list(range(12, 20))) == [], "and are blocks"
+    assert not any(scene.put(box, key, 1) for key in keys)
+    scene.office.retract()
+    free = {*keys[:3], *keys[10:12]}
+    assert scene.office.used == 15
+    assert [scene.put(box, key, 1) for key in keys] == [key in free for key in keys]
+    scene.take()
+    index.drop([*keys[3:10], *keys[12:]])
+    assert (scene.table.words(), scene.office.used) == ([], 0)
+
+
+def test_announced_keys_of_which_some_become_blocks(scene, rng):
+    """In the order of the announcement or another; each has a word for each book it is in."""
+    for _ in range(20):
+        keys = [fresh() for _ in range(rng.choice([1, 5, 300]))]
+        index, rows = indexed(scene, [])
+        rows[:] = keys
+        assert scene.office.announce([*keys, *rng.choices(keys, k=3)]) is None
+        stored = [row for row in range(len(keys)) if rng.random() < 0.6]
+        if rng.random() < 0.5:
+            rng.shuffle(stored)
+        assert index.claim([keys[row] for row in stored], stored) == []
+        scene.office.retract()
+        assert scene.office.used == len(stored)
+        for row, key in enumerate(keys):
+            assert scene.table.owners(key) or scene.table.uncounted(key) or row not in stored
+            assert row in stored or not scene.table.owners(key)
+        index.drop([keys[row] for row in stored])
+        assert (scene.table.words(), scene.office.used) == ([], 0)
 
 
 def test_who_has_claimed_is_told_stopped_and_cleared(scene):
@@ -160,7 +202,7 @@ def test_who_has_claimed_is_told_stopped_and_cleared(scene):
     scene.office.clear([*others, key], rivals)
     assert scene.table.owners(key) == [0]
     assert not one.post(key, 9), "it was stopped"
-    scene.office.retract([*others, key])
+    scene.office.retract()
     assert scene.take() == []
     assert scene.table.words() == []
     assert one.claim(key), "the next of it is as good as any"
@@ -175,7 +217,7 @@ def test_who_was_cleared_and_wakes_up_late_takes_nobody_s_word(scene):
     scene.office.stop(1)
     scene.take()
     scene.office.clear([key], {1})
-    scene.office.retract([key])
+    scene.office.retract()
     assert scene.put(box, key, 4)
     one.withdraw()
     assert scene.table.owners(key) == [2]
@@ -225,7 +267,7 @@ def test_claims_fill_a_bucket_and_the_master_s_key_is_counted(scene):
     scene.take()
     scene.office.clear([keys[2]], {3})
     assert not hands[2].post(keys[2], 1)
-    scene.office.retract([keys[2], keys[7]])
+    scene.office.retract()
     assert scene.table.uncounted(keys[7]) == 0
     for number, (hand, key) in enumerate(zip(hands, keys, strict=False), 1):
         assert number == 3 or hand.post(key, number)
@@ -238,7 +280,7 @@ def test_keys_of_other_sizes_are_nobody_s(scene):
     assert scene.office.announce(odd) is None
     assert scene.office.used == 0
     scene.office.clear(odd, {1})
-    scene.office.retract(odd)
+    scene.office.retract()
     assert scene.table.words() == []
 
 
@@ -255,8 +297,7 @@ def test_words_that_nobody_can_have_entered_harm_nobody(scene, rng):
         scene.take()
         scene.office.clear([key], rivals)
         assert scene.office.announce([key]) is None, "who is cleared is a rival no more"
-        scene.office.retract([key])
-        scene.office.retract([key])
+        scene.office.retract()
     assert scene.table.memory[:HEAD_BYTES] == before
     assert scene.office.used == 0
 
