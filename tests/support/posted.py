@@ -138,6 +138,32 @@ class HandClient:
         return True
 
 
+class Desk:
+    """Where values are copied to, and notes are left."""
+
+    def __init__(self) -> None:
+        self._box = np.zeros(mailbox.MAILBOX_BYTES + 64, dtype=np.uint8)
+        self._tail = 0
+        self._target = np.zeros(NBYTES, dtype=np.uint8)
+
+    def put(self, box, key: bytes, batch: int, generation: int | None = None) -> bool:
+        """Put a value of random bytes; False if the master is to be asked."""
+        source = np.frombuffer(secrets.token_bytes(NBYTES), dtype=np.uint8)
+        generation = box.generation() if generation is None else generation
+        at = self._box.ctypes.data + -self._box.ctypes.data % 64
+        done = copying.compiled.put_block(
+            self._target, 0, source, 0, NBYTES, 1 << 40, at, mailbox.MAILBOX_BYTES, 1, key, batch,
+            batch + 1, b"head", b"tail", box, max(0, generation),
+        )  # fmt: skip
+        assert self._target.tobytes() == source.tobytes()
+        self._tail, notes = copying.compiled.mailbox_take(
+            at, mailbox.MAILBOX_BYTES, self._tail, MASK
+        )
+        assert len(notes) == 1, "noted whether posted or not"
+        assert done is None or (type(done) is bytes and done.startswith(b"head"))
+        return done is None
+
+
 class PostScene:
     """An office over fresh memory, and boxes of clients in this process."""
 
@@ -154,9 +180,7 @@ class PostScene:
         stack.callback(os.close, self.process)
         self.rings: dict[int, int] = {}
         self.serials = 0
-        self._box = np.zeros(mailbox.MAILBOX_BYTES + 64, dtype=np.uint8)
-        self._tail = 0
-        self._target = np.zeros(NBYTES, dtype=np.uint8)
+        self.put = Desk().put
 
     def memory(self, nbytes: int) -> int:
         made = os.memfd_create("moe-runtime-test", os.MFD_CLOEXEC)
@@ -178,9 +202,10 @@ class PostScene:
         made = self.ring(number)
         return self.open_box(made, **changed)
 
-    def open_box(self, ring: int, **changed):
+    def open_box(self, made: int, **changed):
+        """A box on a client's ring, or on something that is none."""
         self.serials += 1
-        use = {"keys": self.keys, "ring": ring, "wake": self.wakeup, "master": self.process,
+        use = {"keys": self.keys, "ring": made, "wake": self.wakeup, "master": self.process,
                "clock": self.clock, "serial": self.serials, **changed}  # fmt: skip
         return copying.compiled.PostBox(**use)
 
@@ -193,23 +218,6 @@ class PostScene:
         ring = Words(self.rings[number])
         self.stack.callback(ring.memory.close)
         return ring
-
-    def put(self, box, key: bytes, batch: int, generation: int | None = None) -> bool:
-        """Put a value of random bytes; False if the master is to be asked."""
-        source = np.frombuffer(secrets.token_bytes(NBYTES), dtype=np.uint8)
-        generation = box.generation() if generation is None else generation
-        at = self._box.ctypes.data + -self._box.ctypes.data % 64
-        done = copying.compiled.put_block(
-            self._target, 0, source, 0, NBYTES, 1 << 40, at, mailbox.MAILBOX_BYTES, 1, key, batch,
-            batch + 1, b"head", b"tail", box, max(0, generation),
-        )  # fmt: skip
-        assert self._target.tobytes() == source.tobytes()
-        self._tail, notes = copying.compiled.mailbox_take(
-            at, mailbox.MAILBOX_BYTES, self._tail, MASK
-        )
-        assert len(notes) == 1, "noted whether posted or not"
-        assert done is None or (type(done) is bytes and done.startswith(b"head"))
-        return done is None
 
     def take(self) -> list[tuple[int, int, bytes, int]]:
         """What is posted: number, kind, key, batch; its keys are the clients' no more."""
