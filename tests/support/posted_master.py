@@ -1,4 +1,4 @@
-"""A master that takes posts, its time, and clients that post; its books are checked at each step."""
+"""A master that takes posts, its time, and clients that post; its books are checked each time."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_what_is_posted_is_taken_in_order_and_once(scene, rng):
                 assert scene.put(box, key, batch)
                 posted[number].append((number, STORE, key, batch))
             assert box.waiting() == len(posted[number])
-        assert sorted(scene.take()) == sorted(sum(posted.values(), []))
+        assert sorted(scene.take()) == sorted(chain.from_iterable(posted.values()))
         assert scene.office.take() is None
         for number, box in boxes.items():
             posted[number].clear()

@@ -1,4 +1,4 @@
-"""What a master may do to a client that posts: what was posted before counts, the rest is refused."""
+"""What a master may do to a client that posts: what was posted before counts, the rest does not."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class OrdersInBetween:
 
 def test_what_is_ordered_while_places_are_taken_is_not_posted_to(scene, take_place):
     """Between the revocation and the look at what is posted: it is opened, and taken away again."""
-    c, key = scene.client("c"), fresh()
+    c = scene.client("c")
     generations = []
 
     def order():
