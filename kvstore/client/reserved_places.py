@@ -167,10 +167,6 @@ class ReservedPlaces:
             return Wanted(more=[number() for _ in range(count)])
         return Wanted(more=ordered.numbers, since_s=ordered.since_s)
 
-    def has_ordered(self, shard: int, space: int) -> bool:
-        """Tell whether others of this size will be there when these are used up."""
-        return (shard, space) in self._ordered
-
     def ordered(self, shard: int, space: int) -> Order | None:
         """Return what is ordered of a size."""
         return self._ordered.get((shard, space))

@@ -176,15 +176,20 @@ static PyObject *post_box_order(PostBox *box, PyObject *const *args, Py_ssize_t 
 }
 
 PyDoc_STRVAR(granted_doc,
-             "granted(first)\n--\n\nReturn what the master has said of the places that were ordered, "
-             "from this number on; None: nothing yet, or something else since.");
+             "granted(first, length)\n--\n\nReturn what the master has said of the places that were "
+             "ordered, from this number on, for values of so many bytes; None: nothing yet, or "
+             "something else since.");
 
-static PyObject *post_box_granted(PostBox *box, PyObject *number)
+static PyObject *post_box_granted(PostBox *box, PyObject *const *args, Py_ssize_t count)
 {
-    uint64_t first = PyLong_AsUnsignedLongLong(number);
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "granted takes 2 arguments");
+        return NULL;
+    }
+    uint64_t first = PyLong_AsUnsignedLongLong(args[0]), length = PyLong_AsUnsignedLongLong(args[1]);
     if (PyErr_Occurred())
         return NULL;
-    const unsigned char *grant = box->ring + RING_GRANT;
+    const unsigned char *grant = grant_of(box->ring, length);
     uint64_t turn = shared_load(grant), nbytes = shared_load(grant + 16);
     if (turn & 1 || !turn || shared_load(grant + 8) != first || nbytes > GRANT_BYTES_MAX)
         Py_RETURN_NONE;
@@ -268,7 +273,7 @@ static void post_box_free(PostBox *box)
 static PyMethodDef post_box_methods[] = {
     {"generation", (PyCFunction)post_box_generation, METH_NOARGS, generation_doc},
     {"order", (PyCFunction)(void (*)(void))post_box_order, METH_FASTCALL, order_doc},
-    {"granted", (PyCFunction)post_box_granted, METH_O, granted_doc},
+    {"granted", (PyCFunction)(void (*)(void))post_box_granted, METH_FASTCALL, granted_doc},
     {"wake", (PyCFunction)post_box_wake, METH_NOARGS, wake_doc},
     {"waiting", (PyCFunction)post_box_waiting, METH_NOARGS, waiting_doc},
     {NULL, NULL, 0, NULL},

@@ -331,30 +331,31 @@ static PyObject *office_close(PostOffice *office, PyObject *ignored)
 }
 
 PyDoc_STRVAR(office_grant_doc,
-             "grant(number, first, payload)\n--\n\nTell a client what became of the places that it "
-             "ordered last, from number `first` on; false if it is to ask.");
+             "grant(number, first, length, payload)\n--\n\nTell a client what became of the places "
+             "that it ordered, from number `first` on, for values of so many bytes; false if it is to "
+             "ask.");
 
 static PyObject *office_grant(PostOffice *office, PyObject *const *args, Py_ssize_t count)
 {
-    if (expect(count, 3, "grant"))
+    if (expect(count, 4, "grant"))
         return NULL;
     unsigned long wanted = PyLong_AsUnsignedLong(args[0]);
-    uint64_t first = PyLong_AsUnsignedLongLong(args[1]);
-    if (PyErr_Occurred() || !PyBytes_Check(args[2])) {
+    uint64_t first = PyLong_AsUnsignedLongLong(args[1]), length = PyLong_AsUnsignedLongLong(args[2]);
+    if (PyErr_Occurred() || !PyBytes_Check(args[3])) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "a grant is bytes");
         return NULL;
     }
-    size_t nbytes = (size_t)PyBytes_GET_SIZE(args[2]);
+    size_t nbytes = (size_t)PyBytes_GET_SIZE(args[3]);
     Ring *ring = ring_of(office, (unsigned)wanted);
     if (!ring || nbytes > GRANT_BYTES_MAX)
         Py_RETURN_FALSE;
-    unsigned char *grant = ring->memory + RING_GRANT;
+    unsigned char *grant = grant_of(ring->memory, length);
     uint64_t turn = shared_load(grant) & ~(uint64_t)1;
     shared_store(grant, turn + 1);
     shared_store(grant + 8, first);
     shared_store(grant + 16, nbytes);
-    memcpy(grant + GRANT_HEAD_BYTES, PyBytes_AS_STRING(args[2]), nbytes);
+    memcpy(grant + GRANT_HEAD_BYTES, PyBytes_AS_STRING(args[3]), nbytes);
     shared_store(grant, turn + 2);
     Py_RETURN_TRUE;
 }

@@ -4,8 +4,8 @@
  *   client's line    0 state: closed (1 bit) | generation (39) | posts so far (24) | 128 its claim
  *   master's line   64 posts taken | 72 the first generation whose places are the client's | 80 its number
  *   posts         4096 POSTS_MAX of them, a ring
- *   grant         8192 turn (odd while it is being written) | first number | bytes | 64 bytes later
- *                      what the master says of the places that were ordered last
+ *   grants        8192 GRANTS of them: turn (odd while it is being written) | first number | bytes |
+ *                      64 bytes later what the master says of the places that an order wished for
  *
  * To post is to count one more in the state, and that fails if the state has changed since the put
  * began. So a master that needs to decide something itself raises the generation first: what was
@@ -20,9 +20,11 @@
 #define RING_NUMBER 80
 #define RING_CLAIM 128 /* position of its bucket, and the word */
 #define RING_POSTS 4096
-#define RING_GRANT 8192
+#define RING_GRANTS 8192
+#define GRANTS 8 /* orders of values of different sizes have different ones, if they can */
+#define GRANT_BYTES ((RING_BYTES - RING_GRANTS) / GRANTS)
 #define GRANT_HEAD_BYTES 64
-#define GRANT_BYTES_MAX (RING_BYTES - RING_GRANT - GRANT_HEAD_BYTES)
+#define GRANT_BYTES_MAX (GRANT_BYTES - GRANT_HEAD_BYTES)
 #define POSTS_MAX 64
 #define RING_CLOSED ((uint64_t)1 << 63)
 #define RING_COUNT_MASK ((uint64_t)0xFFFFFF)
@@ -41,6 +43,13 @@ typedef struct {
 static uint64_t generation_of(uint64_t state)
 {
     return (state & ~RING_CLOSED) >> 24;
+}
+
+/* Where it is said what became of an order for places for values of so many bytes. */
+static unsigned char *grant_of(unsigned char *ring, uint64_t length)
+{
+    uint64_t mixed = (length + 63) / 64 * 0x9E3779B97F4A7C15u;
+    return ring + RING_GRANTS + (mixed >> 61) * GRANT_BYTES;
 }
 
 static Post *post_at(unsigned char *ring, uint64_t count)

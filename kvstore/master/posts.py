@@ -145,8 +145,8 @@ class Posts:
 
     def tell(self) -> None:
         """Tell clients of the places that were opened for them."""
-        for number, first, granted in self._master.take_grants():
-            self._office.grant(number, first, encode(granted))
+        for wish, granted in self._master.take_grants():
+            self._office.grant(wish.poster, wish.numbers[0], wish.length, encode(granted))
 
     def say(self, *, may_post: bool, leads_until_s: float) -> None:
         """Tell clients whether all blocks are known, and until when this master leads.

@@ -39,7 +39,7 @@ from kvstore.master.keeping import Keeping
 from kvstore.master.lending import Lending
 from kvstore.master.reading import Reading
 from kvstore.master.settling import Settling
-from kvstore.master.storing import Post, Storing
+from kvstore.master.storing import Post, Storing, Wish
 from kvstore.master.tenancy import Tenancy
 from kvstore.master.timing import MasterTiming as MasterTiming
 from kvstore.master.transition import MasterPart, Transition, malformed
@@ -185,8 +185,8 @@ class StoreMaster:
         if client not in self._fenced:
             self._storing.take_order(client, first, count, length, poster)
 
-    def take_grants(self) -> list[tuple[int, int, Granted]]:
-        """Return what is to be told to posters: who, the first number, and places."""
+    def take_grants(self) -> list[tuple[Wish, Granted]]:
+        """Return what is to be told to posters: what each ordered, and what it got."""
         granted, self._storing.granted = self._storing.granted, []
         return granted
 

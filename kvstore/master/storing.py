@@ -68,7 +68,7 @@ class Storing:
         abandoned: Batches that writers gave up.
 
     Attributes:
-        granted: What is to be told to posters: who, the first number, and places. Empty it.
+        granted: What is to be told to posters: what each ordered, and what it got. Empty it.
     """
 
     def __init__(self, catalog: Catalog, timing: MasterTiming, abandoned: AbandonedBatches) -> None:
@@ -76,7 +76,7 @@ class Storing:
         self._timing = timing
         self._abandoned = abandoned
         self._wished: list[Wish] = []
-        self.granted: list[tuple[int, int, Granted]] = []
+        self.granted: list[tuple[Wish, Granted]] = []
         # What is said to nearly all: the same object, so that it is encoded once.
         self._plainly_stored = m.Stored(m.PutOutcome.STORED, None, [], timing.put_s)
 
@@ -101,7 +101,7 @@ class Storing:
             if tenant is not None:
                 self._open(wish.client, wish.numbers, wish.length, wish.avoid, tenant, now)
                 if wish.poster:
-                    self.granted.append((wish.poster, wish.numbers[0], self._granted(wish)))
+                    self.granted.append((wish, self._granted(wish)))
 
     def take_order(self, client: str, first: int, count: int, length: int, poster: int) -> None:
         """Have places opened soon; what is not legal is not opened."""

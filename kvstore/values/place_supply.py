@@ -19,6 +19,7 @@ from kvstore.wire.granted import decode
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
+    from kvstore._native import PostBox
     from kvstore.client.client_core import ClientCore
     from kvstore.client.post_box import PostBoxes
     from kvstore.client.reserved_places import ReservedPlaces
@@ -75,50 +76,47 @@ class PlaceSupply:
             return None
 
     def see_to(self, value: QuickValue, left: int) -> int:
-        """Order places for such values if it is time, and take those that are there if it is not.
+        """Order places for such values if it is time; where none is left, keep what was opened.
 
         Args:
-            value: To be put, into a place that is held.
-            left: So many are held beside.
+            value: To be put.
+            left: So many places are held, beside the one that it goes to.
 
         Returns:
-            How many are then.
+            How many are held then.
         """
-        if left:
-            self._order(value, left)
+        box, order = self._posts.box, self._places.ordered(value.shard, value.space)
+        if box is None:
             return left
-        return self._collect(value)
+        if order is not None:
+            return left or self._collect(value, order, box)
+        count = _count_ahead(value.space)
+        if 0 < left <= count * ORDER_SHARE:
+            self._order(value, count, box)
+        return left
 
-    def _order(self, value: QuickValue, left: int) -> None:
-        shard, space, box = value.shard, value.space, self._posts.box
-        count = _count_ahead(space)
-        if left > count * ORDER_SHARE or box is None or self._places.has_ordered(shard, space):
-            return
-        number, since_s, generation = (
-            self._core.record.next_batch,
-            time.monotonic(),
-            box.generation(),
-        )
+    def _order(self, value: QuickValue, count: int, box: PostBox) -> None:
+        since_s, generation = time.monotonic(), box.generation()
+        number = self._core.record.next_batch
         numbers = [number() for _ in range(count)]
         if numbers[-1] - numbers[0] >= count:
             return  # another thread took numbers in between
         if box.order(numbers[0], count, value.nbytes):
-            self._places.order(shard, space, Order(numbers, since_s, generation))
+            order = Order(numbers, since_s, generation)
+            self._places.order(value.shard, value.space, order)
 
-    def _collect(self, value: QuickValue) -> int:
-        shard, space, box = value.shard, value.space, self._posts.box
-        order = self._places.ordered(shard, space)
-        payload = None if order is None or box is None else box.granted(order.numbers[0])
-        if order is None or payload is None:
+    def _collect(self, value: QuickValue, order: Order, box: PostBox) -> int:
+        payload = box.granted(order.numbers[0], value.nbytes)
+        if payload is None:
             return 0
-        granted = decode(payload)
+        granted, space = decode(payload), value.space
         until_s, nodes = order.since_s + granted.put_s / 2, granted.nodes
         opened = zip(granted.node_idx, granted.offsets, order.numbers, strict=False)
         places = [
             ReservedPlace(nodes[idx], offset, space, number, until_s, order.generation)
             for idx, offset, number in opened
         ]
-        return self._places.collect(shard, space, order, places)
+        return self._places.collect(value.shard, space, order, places)
 
     def request(
         self, value: QuickValue, place: ReservedPlace, checksum: int, left: int, generation: int

@@ -97,7 +97,7 @@ class PlainPuts:
         compiled = self._compiled
         if compiled is None or mapped is None or value.options is not DEFAULT:
             return None
-        if left < LEFT_MIN and not (left and self._places.has_ordered(value.shard, place.space)):
+        if left < LEFT_MIN and not (left and self._places.ordered(value.shard, place.space)):
             return None
         where, start, nbytes, record = place.where, place.offset, value.nbytes, self._core.record
         if nbytes <= compiled.SHORT_BYTES:
