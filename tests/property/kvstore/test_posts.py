@@ -1,4 +1,4 @@
-"""Whatever clients, one office and its index do: no key is given twice, no post is lost or doubled."""
+"""Whatever clients and their master do: no key is given twice, no post is lost or doubled."""
 
 from __future__ import annotations
 
