@@ -1,0 +1,83 @@
+"""A process that puts values as fast as it can until it is killed, and says how many it has put."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import multiprocessing
+import os
+import secrets
+import signal
+import struct
+from pathlib import Path
+from types import TracebackType
+
+from configs.schema import KVStoreConfig
+from kvstore import PutOutcome, Store
+from kvstore.client import post_box, reserved_places
+
+SIZE = 4096
+COUNTED_BYTES = 24  # put, of them not as the first, posted
+
+
+def name_of(seed: bytes, number: int) -> bytes:
+    return hashlib.sha256(seed + b"name %d" % number).digest()[:16]
+
+
+def content_of(seed: bytes, number: int) -> bytes:
+    return hashlib.sha256(seed + b"content %d" % number).digest() * (SIZE // 32)
+
+
+def _put_all(path: str, address: str, secret: bytes, config: KVStoreConfig, seed: bytes) -> None:
+    reserved_places.IDLE_S = 60.0
+    post_box.AGAIN_S = 0.05
+    with open(path, "r+b") as file:
+        counted = mmap.mmap(file.fileno(), COUNTED_BYTES)
+    store = Store.connect(address, secret=secret, config=config)
+    others = posted = number = 0
+    while True:
+        outcome = store.put(name_of(seed, number), content_of(seed, number))
+        others += outcome is not PutOutcome.STORED
+        box = store.client.posts.box
+        posted += box is not None and box.waiting() > 0
+        number += 1
+        struct.pack_into("<QQQ", counted, 0, number, others, posted)
+
+
+class PostingProcess:
+    """One of them; a context manager that kills it."""
+
+    def __init__(self, directory: Path, address: str, secret: bytes, config: KVStoreConfig) -> None:
+        self.seed = secrets.token_bytes(8)
+        self._path = directory / self.seed.hex()
+        self._path.write_bytes(bytes(COUNTED_BYTES))
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(
+            target=_put_all, args=(str(self._path), address, secret, config, self.seed)
+        )
+        self._process.start()
+
+    def counted(self) -> tuple[int, int, int]:
+        """How many values it has put, which of them were not stored first, which were posted."""
+        put, others, posted = struct.unpack("<QQQ", self._path.read_bytes())
+        return put, others, posted
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        if self._process.is_alive():
+            self.send(signal.SIGKILL)
+        self._process.join()
+
+    def __enter__(self) -> PostingProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.kill()
