@@ -133,7 +133,7 @@ class Poster:
 
     def granted(self, first: int, generation: int) -> list[Place] | None:
         """What was opened of an order."""
-        payload = self.box.granted(first)
+        payload = self.box.granted(first, NBYTES)
         if payload is None:
             return None
         said: Granted = decode(payload)

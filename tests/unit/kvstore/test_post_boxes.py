@@ -327,31 +327,49 @@ def test_one_put_at_a_time_is_posted_and_others_are_asked_for(scene):
 # -- grants -----------------------------------------------------------------------------------
 
 
+def grant_at(length):
+    """Where `post_ring.c` has the grants for values of so many bytes."""
+    mixed = -(-length // 64) * 0x9E3779B97F4A7C15 & MASK
+    return 8192 + (mixed >> 61) * 1024
+
+
 def test_a_grant_is_read_by_its_first_number(scene, rng):
-    box, other = scene.box(1), scene.box(2)
-    assert box.granted(0) is None
+    box, other, size = scene.box(1), scene.box(2), rng.randrange(1, 1 << 24)
+    assert box.granted(0, size) is None
     for _ in range(50):
-        first, payload = rng.getrandbits(63), rng.randbytes(rng.choice([0, 1, 100, 8128]))
-        assert scene.office.grant(1, first, payload)
-        assert box.granted(first) == payload
-        assert box.granted(first + 1) is None
-        assert other.granted(first) is None
-    assert not scene.office.grant(1, 5, bytes(8129)), "too long to be told"
-    assert not scene.office.grant(9, 5, b"x")
-    assert box.granted(first) == payload, "nothing was overwritten"
+        first, payload = rng.getrandbits(63), rng.randbytes(rng.choice([0, 1, 100, 960]))
+        assert scene.office.grant(1, first, size, payload)
+        assert box.granted(first, size) == payload
+        assert box.granted(first + 1, size) is None
+        assert other.granted(first, size) is None
+    assert not scene.office.grant(1, 5, size, bytes(961)), "too long to be told"
+    assert not scene.office.grant(9, 5, size, b"x")
+    assert box.granted(first, size) == payload, "nothing was overwritten"
 
 
-def test_a_grant_that_is_being_written_is_not_read(scene):
-    box, ring = scene.box(1), scene.ring_words(1)
-    assert scene.office.grant(1, 7, b"places")
-    ring[8192] += 1
-    assert box.granted(7) is None
-    assert scene.office.grant(1, 8, b"others")
-    assert box.granted(8) == b"others"
-    ring[8192 + 16] = 8129
-    assert box.granted(8) is None, "longer than there is room"
-    ring[8192 + 16] = MASK
-    assert box.granted(8) is None
+def test_grants_for_other_sizes_lie_elsewhere(scene, rng):
+    box, sizes = scene.box(1), {}
+    for size in rng.sample(range(1, 1 << 24), 100):
+        sizes.setdefault(grant_at(size), size)
+    assert len(sizes) == 8
+    for first, size in enumerate(sizes.values()):
+        assert scene.office.grant(1, first, size, size.to_bytes(4))
+    for first, size in enumerate(sizes.values()):
+        assert box.granted(first, size) == size.to_bytes(4)
+
+
+def test_a_grant_that_is_being_written_is_not_read(scene, rng):
+    box, ring, size = scene.box(1), scene.ring_words(1), rng.randrange(1, 1 << 24)
+    at = grant_at(size)
+    assert scene.office.grant(1, 7, size, b"places")
+    ring[at] += 1
+    assert box.granted(7, size) is None
+    assert scene.office.grant(1, 8, size, b"others")
+    assert box.granted(8, size) == b"others"
+    ring[at + 16] = 961
+    assert box.granted(8, size) is None, "longer than there is room"
+    ring[at + 16] = MASK
+    assert box.granted(8, size) is None
 
 
 # -- garbage ----------------------------------------------------------------------------------
@@ -387,7 +405,7 @@ def test_a_ring_full_of_noise(scene, rng):
         before = scene.table.words()
         scene.put(box, fresh(), 1)
         box.order(2, 1, 4096)
-        box.granted(rng.getrandbits(63))
+        box.granted(rng.getrandbits(63), rng.getrandbits(24))
         box.generation()
         box.waiting()
         key = fresh()
