@@ -30,6 +30,7 @@ from tests.support.posted import (
     PostScene,
 )
 
+GRANTS, GRANT_BYTES_MAX = 8192, 1024 - 64
 pytestmark = pytest.mark.skipif(
     not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
 )
@@ -327,49 +328,60 @@ def test_one_put_at_a_time_is_posted_and_others_are_asked_for(scene):
 # -- grants -----------------------------------------------------------------------------------
 
 
-def grant_at(length):
-    """Where `post_ring.c` has the grants for values of so many bytes."""
-    mixed = -(-length // 64) * 0x9E3779B97F4A7C15 & MASK
-    return 8192 + (mixed >> 61) * 1024
-
-
-def test_a_grant_is_read_by_its_first_number(scene, rng):
-    box, other, size = scene.box(1), scene.box(2), rng.randrange(1, 1 << 24)
-    assert box.granted(0, size) is None
+def test_a_grant_is_read_by_its_first_number_and_its_size(scene, rng):
+    box, other = scene.box(1), scene.box(2)
+    assert box.granted(0, 4096) is None
     for _ in range(50):
-        first, payload = rng.getrandbits(63), rng.randbytes(rng.choice([0, 1, 100, 960]))
-        assert scene.office.grant(1, first, size, payload)
-        assert box.granted(first, size) == payload
-        assert box.granted(first + 1, size) is None
-        assert other.granted(first, size) is None
-    assert not scene.office.grant(1, 5, size, bytes(961)), "too long to be told"
-    assert not scene.office.grant(9, 5, size, b"x")
-    assert box.granted(first, size) == payload, "nothing was overwritten"
+        first, payload = (
+            rng.getrandbits(63),
+            rng.randbytes(rng.choice([0, 1, 100, GRANT_BYTES_MAX])),
+        )
+        length = rng.choice([1, 300, 4096, 1 << 20, rng.getrandbits(63)])
+        assert scene.office.grant(1, first, length, payload)
+        assert box.granted(first, length) == payload
+        assert box.granted(first + 1, length) is None
+        assert other.granted(first, length) is None
+    too_long = bytes(GRANT_BYTES_MAX + 1)
+    assert not scene.office.grant(1, 5, length, too_long), "it is asked for"
+    assert not scene.office.grant(9, 5, length, b"x")
+    assert box.granted(first, length) == payload, "nothing was overwritten"
 
 
-def test_grants_for_other_sizes_lie_elsewhere(scene, rng):
-    box, sizes = scene.box(1), {}
-    for size in rng.sample(range(1, 1 << 24), 100):
-        sizes.setdefault(grant_at(size), size)
-    assert len(sizes) == 8
-    for first, size in enumerate(sizes.values()):
-        assert scene.office.grant(1, first, size, size.to_bytes(4))
-    for first, size in enumerate(sizes.values()):
-        assert box.granted(first, size) == size.to_bytes(4)
+def test_grants_of_several_sizes_lie_beside_one_another(scene):
+    box = scene.box(1)
+    sizes = [64 * i for i in range(1, 65)]
+    for first, length in enumerate(sizes):
+        assert scene.office.grant(1, first, length, b"%d" % length)
+    found = [box.granted(first, length) for first, length in enumerate(sizes)]
+    assert all(
+        payload in {None, b"%d" % length} for payload, length in zip(found, sizes, strict=True)
+    )
+    assert sum(payload is not None for payload in found) == 8
+    assert box.granted(63, sizes[-1] - 63) == found[-1], "the same space"
 
 
-def test_a_grant_that_is_being_written_is_not_read(scene, rng):
-    box, ring, size = scene.box(1), scene.ring_words(1), rng.randrange(1, 1 << 24)
-    at = grant_at(size)
-    assert scene.office.grant(1, 7, size, b"places")
+def test_a_grant_that_is_being_written_is_not_read(scene):
+    box, ring = scene.box(1), scene.ring_words(1)
+    before = bytes(ring.memory)
+    assert scene.office.grant(1, 7, 4096, b"places")
+    at = next(i for i in range(GRANTS, RING_BYTES, 8) if ring.memory[i] != before[i])
+    assert (ring[at], ring[at + 8], ring[at + 16]) == (2, 7, 6)
     ring[at] += 1
-    assert box.granted(7, size) is None
-    assert scene.office.grant(1, 8, size, b"others")
-    assert box.granted(8, size) == b"others"
-    ring[at + 16] = 961
-    assert box.granted(8, size) is None, "longer than there is room"
-    ring[at + 16] = MASK
-    assert box.granted(8, size) is None
+    assert box.granted(7, 4096) is None
+    assert scene.office.grant(1, 8, 4096, b"others")
+    assert box.granted(8, 4096) == b"others"
+    for nbytes in (GRANT_BYTES_MAX + 1, MASK):
+        ring[at + 16] = nbytes
+        assert box.granted(8, 4096) is None, "longer than there is room"
+
+
+@pytest.mark.parametrize("wrong", [(), (1,), (1, -1), (-1, 1), (1, 1 << 64), ("a", 1)])
+def test_arguments_that_name_no_grant_are_refused(scene, wrong):
+    box = scene.box(1)
+    with pytest.raises((TypeError, OverflowError)):
+        box.granted(*wrong)
+    with pytest.raises((TypeError, OverflowError)):
+        scene.office.grant(1, *wrong, b"")
 
 
 # -- garbage ----------------------------------------------------------------------------------
@@ -405,7 +417,7 @@ def test_a_ring_full_of_noise(scene, rng):
         before = scene.table.words()
         scene.put(box, fresh(), 1)
         box.order(2, 1, 4096)
-        box.granted(rng.getrandbits(63), rng.getrandbits(24))
+        box.granted(rng.getrandbits(63), rng.getrandbits(63))
         box.generation()
         box.waiting()
         key = fresh()
