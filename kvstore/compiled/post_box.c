@@ -15,7 +15,7 @@ typedef struct {
     unsigned char *ring;
     size_t ring_bytes;
     int wake, master; /* descriptors: an eventfd, and one of the master's process */
-    bool busy;        /* a put of another thread is under way: one claims at a time */
+    bool busy;        /* a put has its claim: there is one at a time */
     bool gone;        /* the master was seen to have ended */
     uint8_t turn;
     uint64_t serial;                /* of the boxes of this client */
@@ -34,19 +34,25 @@ static bool is_full(const PostBox *box, uint64_t state)
     return waiting >= POSTS_MAX;
 }
 
-/* Look through a bucket: false if this print, or a key without a word, is there beside `own`. */
-static bool is_free(uint64_t *bucket, uint64_t print, const uint64_t *own, uint64_t **empty)
+typedef enum {
+    KEY_TAKEN,   /* by a block or another put */
+    KEY_UNKNOWN, /* nothing is known of it here, and nobody posts it who knows no more */
+    KEY_HELD,    /* for a put that is asked for */
+    KEY_CLAIMED, /* for a put that may be posted */
+} Claim;
+
+/* Look through a bucket for this print beside `own`, and for an empty word. */
+static Claim look_up_key(uint64_t *bucket, uint64_t print, const uint64_t *own, uint64_t **empty)
 {
-    if (shared_load(bucket))
-        return false;
+    Claim found = shared_load(bucket) ? KEY_UNKNOWN : KEY_HELD; /* keys without a word are there */
     for (int i = 1; i < KEYS_BUCKET_WORDS; i++) {
         uint64_t word = shared_load(bucket + i);
         if (bucket + i != own && word && has_print(word, print))
-            return false;
+            return KEY_TAKEN;
         if (!word && empty)
             *empty = bucket + i;
     }
-    return true;
+    return found;
 }
 
 static void withdraw_claim(PostBox *box)
@@ -56,37 +62,48 @@ static void withdraw_claim(PostBox *box)
     box->busy = false;
 }
 
-/* Take a key that nobody has, for one put into a place of this generation; false: ask the master. */
-static bool claim_key(PostBox *box, const unsigned char *key, uint64_t generation)
+/* Whether what is written into a place of this generation may be posted now. */
+static bool is_postable(const PostBox *box, uint64_t generation)
 {
-    if (box->busy || box->gone)
-        return false;
-    box->state = shared_load(box->ring + RING_STATE);
     uint64_t of_place = generation & (((uint64_t)1 << SERIAL_SHIFT) - 1);
-    if (box->state & RING_CLOSED || generation >> SERIAL_SHIFT != box->serial ||
-        of_place < shared_load(box->ring + RING_FLOOR) || !may_post(box) || is_full(box, box->state))
-        return false;
-    uint64_t print, *bucket = bucket_of(&box->keys, key, &print);
-    uint64_t number = shared_load(box->ring + RING_NUMBER);
-    box->word = print | number << 8 | ++box->turn;
+    return generation >> SERIAL_SHIFT == box->serial &&
+           of_place >= shared_load(box->ring + RING_FLOOR) && !is_full(box, box->state);
+}
+
+/* Take a key that nobody has, for one put into a place of this generation, until it is posted or
+ * `withdraw_claim`. Who is asked for holds it, too: what it notes is not to be found beside what
+ * another has posted, should the master end before it answers. */
+static Claim claim_key(PostBox *box, const unsigned char *key, uint64_t generation)
+{
+    uint64_t print, *bucket = bucket_of(&box->keys, key, &print), *empty = NULL;
+    if (box->busy)
+        return has_print(box->word, print) ? KEY_TAKEN : KEY_UNKNOWN;
+    box->state = shared_load(box->ring + RING_STATE);
+    if (box->gone || box->state & RING_CLOSED || !may_post(box))
+        return KEY_UNKNOWN; /* nobody posts anything there */
+    Claim wanted = is_postable(box, generation) ? KEY_CLAIMED : KEY_HELD;
+    box->word = print | shared_load(box->ring + RING_NUMBER) << 8 | ++box->turn;
     for (int i = 0; i < CLAIM_TRIES; i++) {
-        uint64_t *empty = NULL;
-        if (!is_free(bucket, print, NULL, &empty) || !empty)
-            return false;
+        Claim found = look_up_key(bucket, print, NULL, &empty);
+        if (found != KEY_HELD || !empty)
+            return found == KEY_TAKEN ? KEY_TAKEN : KEY_UNKNOWN;
         /* Where it is, for the master to clear should we end here. */
         shared_store(box->ring + RING_CLAIM, (uint64_t)((unsigned char *)empty - box->keys.memory));
         shared_store(box->ring + RING_CLAIM + 8, box->word);
-        if (!shared_swap(empty, 0, box->word))
+        if (!shared_swap(empty, 0, box->word)) {
+            shared_store(box->ring + RING_CLAIM + 8, 0);
+            empty = NULL;
             continue;
+        }
         box->slot = empty;
         box->busy = true;
-        if (is_free(bucket, print, empty, NULL) && may_post(box))
-            return true;
+        found = look_up_key(bucket, print, empty, NULL);
+        if (found == KEY_HELD && may_post(box))
+            return wanted;
         withdraw_claim(box);
-        return false;
+        return found == KEY_TAKEN ? KEY_TAKEN : KEY_UNKNOWN;
     }
-    shared_store(box->ring + RING_CLAIM + 8, 0);
-    return false;
+    return KEY_UNKNOWN;
 }
 
 static void wake_master(const PostBox *box)
@@ -123,16 +140,15 @@ static bool master_is_there(PostBox *box)
     return !box->gone;
 }
 
-/* Post what was claimed, written and noted; false: ask the master, as if nothing had been posted. */
+/* Post what was claimed, written and noted; false: ask the master, as if nothing had been posted. The
+ * key is held on then, if it is ours still. */
 static bool post_store(PostBox *box, const unsigned char *key, const Post *fresh)
 {
     Post whole = *fresh;
     whole.kind = POST_STORE;
     memcpy(whole.key, key, KEY_BYTES);
-    if (!post(box, &whole)) {
-        withdraw_claim(box);
+    if (!post(box, &whole))
         return false;
-    }
     shared_store(box->ring + RING_CLAIM + 8, 0); /* the master clears the word, with the post */
     box->busy = false;
     return master_is_there(box);
@@ -151,6 +167,40 @@ static PyObject *post_box_generation(PostBox *box, PyObject *ignored)
     if (box->gone || state & RING_CLOSED)
         return PyLong_FromLong(-1);
     return PyLong_FromUnsignedLongLong(box->serial << SERIAL_SHIFT | generation_of(state));
+}
+
+static const unsigned char *key_of(PyObject *key)
+{
+    if (PyBytes_Check(key) && PyBytes_GET_SIZE(key) == KEY_BYTES)
+        return (const unsigned char *)PyBytes_AS_STRING(key);
+    PyErr_SetString(PyExc_TypeError, "a key is 16 bytes");
+    return NULL;
+}
+
+PyDoc_STRVAR(hold_doc,
+             "hold(key)\n--\n\nKeep others from posting a put of this key, if that is possible, until "
+             "`let_go`; false: it is taken, by a block or another put.");
+
+static PyObject *post_box_hold(PostBox *box, PyObject *of_key)
+{
+    const unsigned char *key = key_of(of_key);
+    return key ? PyBool_FromLong(claim_key(box, key, 0) != KEY_TAKEN) : NULL;
+}
+
+PyDoc_STRVAR(let_go_doc,
+             "let_go(key)\n--\n\nA put of this key has ended. To be called by whom `hold` did not "
+             "say false, or whose `put_block` did not post and did not return False.");
+
+static PyObject *post_box_let_go(PostBox *box, PyObject *of_key)
+{
+    const unsigned char *key = key_of(of_key);
+    if (!key)
+        return NULL;
+    uint64_t print;
+    (void)bucket_of(&box->keys, key, &print);
+    if (box->busy && has_print(box->word, print))
+        withdraw_claim(box);
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(order_doc,
@@ -272,6 +322,8 @@ static void post_box_free(PostBox *box)
 
 static PyMethodDef post_box_methods[] = {
     {"generation", (PyCFunction)post_box_generation, METH_NOARGS, generation_doc},
+    {"hold", (PyCFunction)post_box_hold, METH_O, hold_doc},
+    {"let_go", (PyCFunction)post_box_let_go, METH_O, let_go_doc},
     {"order", (PyCFunction)(void (*)(void))post_box_order, METH_FASTCALL, order_doc},
     {"granted", (PyCFunction)(void (*)(void))post_box_granted, METH_FASTCALL, granted_doc},
     {"wake", (PyCFunction)post_box_wake, METH_NOARGS, wake_doc},

@@ -81,18 +81,16 @@ PyDoc_STRVAR(put_block_doc,
              "box_bytes, segment, key, batch, following, head, tail, posts, generation)\n--\n\nCopy "
              "one piece as `copy_one_summed`, leave a note of it in a mailbox, and post it: None if "
              "it is a block now. Else return the request that makes it one; its checksum if no "
-             "note could be left. `posts`: a `PostBox`, or None.");
+             "note could be left; False, and nothing was done, if its key is taken. `posts`: a "
+             "`PostBox`, whose `let_go` follows but after None and False; or None.");
 
-/* The put's claim of its key, if it may be posted; null: it is asked for. */
-static PostBox *take_claim(PyObject *posts, PyObject *generation, const unsigned char *key)
+/* Claim the put's key, if there is a box. */
+static Claim take_claim(PyObject *posts, PyObject *generation, const unsigned char *key)
 {
     if (posts == Py_None)
-        return NULL;
+        return KEY_UNKNOWN;
     uint64_t of_place = PyLong_AsUnsignedLongLong(generation);
-    if (PyErr_Occurred())
-        return NULL;
-    PostBox *box = (PostBox *)posts;
-    return claim_key(box, key, of_place) ? box : NULL;
+    return PyErr_Occurred() ? KEY_UNKNOWN : claim_key((PostBox *)posts, key, of_place);
 }
 
 static PyObject *put_block(PyObject *module, PyObject *const *args, Py_ssize_t count)
@@ -115,20 +113,19 @@ static PyObject *put_block(PyObject *module, PyObject *const *args, Py_ssize_t c
             PyErr_SetString(PyExc_ValueError, "no number of a segment");
         return NULL;
     }
-    PostBox *claim = take_claim(args[14], args[15], store.key);
+    Claim claim = take_claim(args[14], args[15], store.key);
+    if (claim == KEY_TAKEN)
+        Py_RETURN_FALSE;
     PyObject *checksum = PyErr_Occurred() ? NULL : copy_one_summed(module, args, 6);
     if (checksum) {
         store.length = PyLong_AsUnsignedLongLong(args[4]);
         store.checksum = PyLong_AsUnsignedLongLong(checksum);
     }
-    if (!checksum || !leave_row(&box, (uint32_t)segment, PyLong_AsUnsignedLongLong(args[1]), &store)) {
-        if (claim)
-            withdraw_claim(claim);
+    if (!checksum || !leave_row(&box, (uint32_t)segment, PyLong_AsUnsignedLongLong(args[1]), &store))
         return checksum;
-    }
     Py_DECREF(checksum);
     Post fresh = {.batch = store.batch, .length = store.length, .checksum = store.checksum};
-    if (claim && post_store(claim, store.key, &fresh))
+    if (claim == KEY_CLAIMED && post_store((PostBox *)args[14], store.key, &fresh))
         Py_RETURN_NONE;
     return store_request(args[12], args[13], &store);
 }

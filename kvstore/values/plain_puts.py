@@ -21,8 +21,8 @@ from kvstore.values.values import RegionPiece
 from kvstore.wire import messages as m
 
 if TYPE_CHECKING:
+    from kvstore._native import PostBox
     from kvstore.client.client_core import ClientCore
-    from kvstore.client.post_box import PostBoxes
     from kvstore.client.reserved_places import ReservedPlace, ReservedPlaces
     from kvstore.client.segment_keys import SegmentKeys
     from kvstore.client.writes_under_way import WriteUnderWay
@@ -40,14 +40,17 @@ class Written(NamedTuple):
         request: A `Store`, encoded; None: the note could not be left, it is to be sent.
         checksum: Of the bytes, if there is no request.
         posted: It is stored, and nothing is left to do.
+        taken: Nothing was written: its key is taken, and the master knows by whom.
     """
 
     request: bytes | None
     checksum: int = 0
     posted: bool = False
+    taken: bool = False
 
 
-_POSTED: Final = Written(None, 0, True)
+_POSTED: Final = Written(None, posted=True)
+_TAKEN: Final = Written(None, taken=True)
 
 
 class PlainPuts:
@@ -57,7 +60,6 @@ class PlainPuts:
         core: The client's operations.
         segments: Keys to the nodes' segments.
         places: Held ahead.
-        posts: Where puts are posted.
         shards: How many masters share the keys.
     """
 
@@ -66,13 +68,11 @@ class PlainPuts:
         core: ClientCore,
         segments: SegmentKeys,
         places: ReservedPlaces,
-        posts: PostBoxes,
         shards: int,
     ) -> None:
         self._core = core
         self._segments = segments
         self._places = places
-        self._posts = posts
         plain = shards == 1 and not core.tenant.name
         self._compiled = copying.compiled if plain else None
         self._head, self._tail = _ends(core.record.name)
@@ -84,6 +84,7 @@ class PlainPuts:
         left: int,
         mapped: InPlace | None,
         write: WriteUnderWay,
+        posts: PostBox | None = None,
     ) -> Written | None:
         """Write a value and note it; None: it is no plain put, and nothing was done.
 
@@ -93,6 +94,7 @@ class PlainPuts:
             left: How many places more are held.
             mapped: The memory of the place's segment.
             write: Of this put.
+            posts: Where it may be posted. Unless it was, or its key is taken, that is held there.
         """
         compiled = self._compiled
         if compiled is None or mapped is None or value.options is not DEFAULT:
@@ -113,12 +115,14 @@ class PlainPuts:
             source, first = part.region.array, part.offset
         else:
             source, first = part, 0
-        posts = self._posts.box if place.generation != NEVER else None
+        generation = place.generation if place.generation != NEVER else 0
         done = compiled.put_block(
             mapped.array, start, source, first, nbytes, copying.WRITE_STREAM_BYTES_MIN,
             box.address, box.nbytes, where.segment, value.key, place.batch, record.next_batch(),
-            self._head, self._tail, posts, place.generation if posts is not None else 0,
+            self._head, self._tail, posts, generation,
         )  # fmt: skip
+        if done is False:
+            return _TAKEN
         mapped.wrote_bytes(nbytes)
         if done is None:
             return _POSTED

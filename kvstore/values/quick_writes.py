@@ -77,7 +77,7 @@ class QuickWrites:
         self._shards = link.num_shards
         self._posts = posts
         self._supply = PlaceSupply(core, places, posts)
-        self._plain = PlainPuts(core, segments, places, posts, self._shards)
+        self._plain = PlainPuts(core, segments, places, self._shards)
         self._sizes: dict[int, None] = {}  # of what was stored last, the oldest first
         self._paused_until_s = 0.0
 
@@ -102,7 +102,7 @@ class QuickWrites:
             return None  # the long way says what is wrong
         value = self._value(key, part, options)
         # Of all segments until the end: the reply may bring a place in any.
-        write = self._core.under_way.begin()
+        write, box = self._core.under_way.begin(), self._posts.box
         try:
             place, left = self._places.take(value.shard, value.space)
             if place is None:
@@ -113,12 +113,19 @@ class QuickWrites:
             written, known = None, self._segments.known(place.where)
             if known is not None:
                 mapped = self._mapped(place, known)
-                written = self._plain.write(value, place, left, mapped, write)
+                written = self._plain.write(value, place, left, mapped, write, box)
             if written is None:
+                if box is not None and not box.hold(value.key):
+                    box = self._leave(value, place)
+                    return None
                 checksum = self._write(value, place, write)
             elif written.posted:
+                box = None
                 self._core.record.count_stored()
                 return PutOutcome.STORED
+            elif written.taken:
+                box = self._leave(value, place)
+                return None
             elif written.request is not None:
                 return self._put_plainly(value.shard, place, written.request, timeout_s)
             else:
@@ -132,7 +139,17 @@ class QuickWrites:
                 return self._not_stored(value.shard, asked.request, error)
             return self._stored(value.shard, place, asked, reply)
         finally:
+            if box is not None:
+                box.let_go(value.key)
             write.end()
+
+    def _leave(self, value: QuickValue, place: ReservedPlace) -> None:
+        """Leave a key that is taken to the long way, which writes nothing before it has asked.
+
+        A note of what is written would be found beside the one of whoever has posted the key,
+        should the master end before it answers.
+        """
+        self._places.give(value.shard, [place])
 
     def _put_plainly(
         self, shard: int, place: ReservedPlace, payload: bytes, timeout_s: float | None
@@ -158,16 +175,18 @@ class QuickWrites:
             return None
         value = self._value(key, part, options)
         shard = value.shard
-        write = self._core.under_way.begin()
+        write, box = self._core.under_way.begin(), None
         try:
             place, left = self._places.take(shard, value.space)
             if place is None:
                 return None
             known = self._segments.known(place.where)
             mapped = None if known is None else self._mapped(place, known)
-            if mapped is None:
+            posts = self._posts.box
+            if mapped is None or (posts is not None and not posts.hold(value.key)):
                 self._places.give(shard, [place])
                 return None
+            box = posts
             yield from work(value.nbytes)
             checksum = self._copy(value, place, mapped, write)
             if checksum is None or not self._note(value, place, checksum):
@@ -183,6 +202,8 @@ class QuickWrites:
                 yield from work(SLOW)  # a node is told, and perhaps connected to first
             return self._stored(shard, place, asked, reply)
         finally:
+            if box is not None:
+                box.let_go(value.key)
             write.end()
 
     def expects(self, nbytes: int, options: PutOptions) -> bool:

@@ -21,6 +21,7 @@ from kvstore.discovery.directory import MasterDirectory, StaticMasters
 from kvstore.discovery.finding import directory_of, followed
 from kvstore.wire import messages as m
 from tests.support.store_worker import SLOTS, Worker, content
+from tests.support.taken_words import words_of
 
 WAIT_S = 60.0
 
@@ -47,6 +48,8 @@ def run_master(pipe: Connection, config: KVStoreConfig, secret: bytes, shard: in
                 pipe.send(server.statistics())
             elif request == "term":
                 pipe.send(candidacy.term if candidacy is not None and candidacy.wait(0.0) else 0)
+            elif request == "words":
+                pipe.send(words_of(server))
 
 
 class MasterProcess:
