@@ -116,7 +116,7 @@ def test_places_are_given_several_at_a_time(stack, monkeypatch, patient):
 
 
 def test_a_taken_name_costs_one_request_and_the_next_put_asks_first(stack, monkeypatch, patient):
-    pool = Pool(stack)
+    pool = Pool(stack, posts=False)
     key, first = secrets.token_bytes(16), value()
     assert pool.store.put(key, first) is STORED
     warm(pool.store)
@@ -137,7 +137,7 @@ def test_a_taken_name_costs_one_request_and_the_next_put_asks_first(stack, monke
 
 def test_what_a_conflict_wrote_is_not_adopted_by_the_next_master(stack, monkeypatch, patient):
     masters = stack.enter_context(ExitStack())
-    pool = Pool(stack, open_put_s=20.0, heartbeat_s=0.1)
+    pool = Pool(stack, posts=False, open_put_s=20.0, heartbeat_s=0.1)
     key, first, second = secrets.token_bytes(16), value(), value()
     assert pool.store.put(key, first) is STORED
     kept = warm(pool.store)
