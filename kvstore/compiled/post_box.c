@@ -16,6 +16,7 @@ typedef struct {
     size_t ring_bytes;
     int wake, master; /* descriptors: an eventfd, and one of the master's process */
     bool busy;        /* a put has its claim: there is one at a time */
+    bool writing;     /* its call is under way, in which other threads may run */
     bool gone;        /* the master was seen to have ended */
     uint8_t turn;
     uint64_t serial;                /* of the boxes of this client */
@@ -198,7 +199,8 @@ static PyObject *post_box_let_go(PostBox *box, PyObject *of_key)
         return NULL;
     uint64_t print;
     (void)bucket_of(&box->keys, key, &print);
-    if (box->busy && has_print(box->word, print))
+    /* Who held nothing, as another's put had the claim, does not end the claim of a third's. */
+    if (box->busy && !box->writing && has_print(box->word, print))
         withdraw_claim(box);
     Py_RETURN_NONE;
 }

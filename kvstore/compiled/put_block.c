@@ -116,7 +116,12 @@ static PyObject *put_block(PyObject *module, PyObject *const *args, Py_ssize_t c
     Claim claim = take_claim(args[14], args[15], store.key);
     if (claim == KEY_TAKEN)
         Py_RETURN_FALSE;
+    bool has_claim = claim == KEY_CLAIMED || claim == KEY_HELD;
+    if (has_claim)
+        ((PostBox *)args[14])->writing = true;
     PyObject *checksum = PyErr_Occurred() ? NULL : copy_one_summed(module, args, 6);
+    if (has_claim)
+        ((PostBox *)args[14])->writing = false;
     if (checksum) {
         store.length = PyLong_AsUnsignedLongLong(args[4]);
         store.checksum = PyLong_AsUnsignedLongLong(checksum);

@@ -171,7 +171,9 @@ class Desk:
 class PostScene:
     """An office over fresh memory, and boxes of clients in this process."""
 
-    def __init__(self, stack: ExitStack, *, buckets: int = 64, clock: bytes | None = None) -> None:
+    def __init__(
+        self, stack: ExitStack, *, buckets: int = 1024, clock: bytes | None = None
+    ) -> None:
         self.stack = stack
         self.clock = clock_name().encode() if clock is None else clock
         self.keys = self.memory(HEAD_BYTES + buckets * BUCKET_BYTES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import secrets
-import struct
 import subprocess
 import sys
 import threading
@@ -18,12 +17,9 @@ import pytest
 from kvstore import copying, mailbox, row_loops
 from kvstore.master.posts import LEADS_NS_MAX, ORDER, RING_BYTES, STORE
 from tests.support.posted import (
-    CLOSED,
+    CLAIM,
     COUNT,
     MASK,
-    NUMBER,
-    POST,
-    POSTS,
     POSTS_MAX,
     STATE,
     TAKEN,
@@ -325,6 +321,73 @@ def test_one_put_at_a_time_is_posted_and_others_are_asked_for(scene):
     assert scene.table.words() == []
 
 
+def test_a_put_that_held_nothing_ends_no_claim_of_another_thread(scene):
+    """Of two puts of one key the first was asked for, as a third had the box: it ends meanwhile."""
+    box, ring, key = scene.box(1), scene.ring_words(1), fresh()
+    memory = np.zeros(mailbox.MAILBOX_BYTES + 64, dtype=np.uint8)
+    at = memory.ctypes.data + -memory.ctypes.data % 64
+    nbytes, done = 64 << 20, []
+    source, target = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
+
+    def put():
+        done.append(
+            copying.compiled.put_block(
+                target, 0, source, 0, nbytes, 1 << 40, at, mailbox.MAILBOX_BYTES, 1, key, 7, 1,
+                b"h", b"t", box, box.generation(),
+            )
+        )  # fmt: skip
+
+    for _ in range(100):  # until it is found in the middle of its copy
+        thread = threading.Thread(target=put)
+        thread.start()
+        while not ring[CLAIM + 8] and thread.is_alive():
+            time.sleep(0)
+        box.let_go(key)
+        was_writing = thread.is_alive() and bool(ring[CLAIM + 8])
+        if was_writing:
+            assert scene.table.owners(key) == [1], "it is the other's still"
+            assert not scene.put(box, fresh(), 8), "who has the box still"
+        thread.join()
+        assert done.pop() is None
+        assert [entry[2] for entry in scene.take()] == [key]
+        if was_writing:
+            return
+    pytest.fail("it was never found there")
+
+
+@pytest.mark.parametrize("posted", [True, False])
+def test_a_held_key_is_nobody_s_until_it_is_let_go(scene, posted):
+    box, other, key = scene.box(1), scene.box(2), fresh()
+    assert box.hold(key)
+    assert not box.hold(key), "another thread's put of it"
+    assert box.hold(fresh()), "of another key nothing is known"
+    assert scene.table.owners(key) == [1]
+    assert not scene.put(other, key, 1)
+    if posted:
+        box.let_go(fresh())
+        assert scene.table.owners(key) == [1]
+    box.let_go(key)
+    box.let_go(key)
+    assert scene.table.words() == []
+    assert scene.put(other, key, 2)
+    assert not box.hold(key)
+    assert len(scene.take()) == 1
+    assert scene.table.words() == []
+
+
+def test_a_key_that_was_held_is_decided_about_by_the_master(scene):
+    box, key = scene.box(1), fresh()
+    assert box.hold(key)
+    assert scene.office.announce([key]) == {1}, "it may be about this very put"
+    scene.office.stop(1)
+    scene.take()
+    scene.office.clear([key], {1})
+    box.let_go(key)
+    assert scene.table.owners(key) == [0]
+    scene.office.retract()
+    assert scene.table.words() == []
+
+
 # -- grants -----------------------------------------------------------------------------------
 
 
@@ -382,85 +445,3 @@ def test_arguments_that_name_no_grant_are_refused(scene, wrong):
         box.granted(*wrong)
     with pytest.raises((TypeError, OverflowError)):
         scene.office.grant(1, *wrong, b"")
-
-
-# -- garbage ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("taken", "state"),
-    [(0, POSTS_MAX + 1), (5, 4), (MASK, 0), (0, COUNT), (MASK, MASK), (1 << 40, 3), (COUNT, 7)],
-)
-def test_counts_that_nobody_can_have_reached(scene, taken, state):
-    box, ring = scene.box(1), scene.ring_words(1)
-    ring[TAKEN], ring[STATE] = taken, state
-    posted = scene.take()
-    assert len(posted) <= POSTS_MAX
-    assert scene.office.take() is None, "once"
-    assert scene.put(box, fresh(), 1) is not bool(ring[STATE] & CLOSED)
-    assert len(scene.take()) == (0 if ring[STATE] & CLOSED else 1)
-    assert box.waiting() == 0
-
-
-def test_a_ring_full_of_noise(scene, rng):
-    """Whatever stands there, what comes out are numbers and keys, of this client only."""
-    box, other = scene.box(1), scene.box(2)
-    ring = scene.ring_words(1)
-    for _ in range(200):
-        if rng.random() < 0.5:
-            ring.memory[:] = rng.randbytes(RING_BYTES)
-        else:
-            at = rng.randrange(RING_BYTES // 8) * 8
-            ring[at] = rng.choice([0, 1, MASK, rng.getrandbits(64), 1 << rng.randrange(64)])
-        if rng.random() < 0.5:
-            ring[STATE] = (ring[TAKEN] + rng.randrange(70)) & COUNT
-        before = scene.table.words()
-        scene.put(box, fresh(), 1)
-        box.order(2, 1, 4096)
-        box.granted(rng.getrandbits(63), rng.getrandbits(63))
-        box.generation()
-        box.waiting()
-        key = fresh()
-        assert scene.put(other, key, 9), "another client is not concerned"
-        posted = scene.office.take() or []
-        scene.office.release()
-        assert len(posted) <= POSTS_MAX + 1
-        assert [entry[:4] for entry in posted if entry[0] == 2] == [(2, STORE, key, 9)]
-        for number, kind, name, *numbers in posted:
-            assert number in {1, 2}
-            assert len(name) == 16
-            assert all(0 <= value <= MASK for value in (kind, *numbers))
-        scene.office.stop(1)
-        scene.office.revoke()
-        assert len(scene.table.words()) <= len(before) + 1
-    ring[NUMBER] = 1
-    scene.office.drop(1)
-    scene.take()
-    assert scene.office.num_clients == 1
-
-
-def test_kinds_that_are_unknown_come_as_they_are(scene, rng):
-    hand, key = scene.hand(1), fresh()
-    for kind in (0, 3, MASK, rng.getrandbits(64)):
-        assert hand.claim(key)
-        assert hand.post(key, 5, kind=kind)
-        assert scene.take() == [(1, kind, key, 5)]
-        assert scene.table.owners(key) == [1], "only what is stored is taken back"
-        scene.office.stop(1)
-        scene.office.clear([key], {1})
-
-
-def test_a_post_has_the_shape_that_these_tests_write(scene):
-    box, ring, key = scene.box(1), scene.ring_words(1), fresh()
-    assert scene.put(box, key, 77)
-    found = POST.unpack_from(ring.memory, POSTS)
-    assert (found[:3], found[3]) == ((STORE, key, 77), 300)
-    assert struct.unpack_from("<Q", ring.memory, NUMBER) == (1,)
-
-
-@pytest.mark.parametrize("wrong", [(), (1,), (1, 2), (-1, 1, 1), (1, 1 << 64, 1), ("a", 1, 1)])
-def test_arguments_that_are_no_order_are_refused(scene, wrong):
-    box = scene.box(1)
-    with pytest.raises((TypeError, OverflowError, ValueError)):
-        box.order(*wrong)
-    assert scene.take() == []

@@ -29,7 +29,7 @@ def rng(seed):
 
 @pytest.fixture
 def scene(stack):
-    scene = PostScene(stack)
+    scene = PostScene(stack, buckets=64)
     scene.lead()
     return scene
 
@@ -307,7 +307,7 @@ END = HEAD_BYTES + 64 * BUCKET_BYTES
     "at", [0, 8, HEAD_BYTES - 8, HEAD_BYTES + 4, 1 << 40, (1 << 64) - 8, END, END - 4]
 )
 def test_a_claim_s_place_that_is_out_of_bounds_is_passed_over(stack, at):
-    scene = PostScene(stack)
+    scene = PostScene(stack, buckets=64)
     ring = scene.ring(5)
     words = scene.hand(5).ring
     words[CLAIM], words[CLAIM + 8] = at, 5 << 8 | 1
@@ -380,7 +380,7 @@ def test_a_process_that_is_killed_in_the_middle_of_its_put(scene):
 @pytest.mark.parametrize("nbytes", [0, 1, HEAD_BYTES, HEAD_BYTES + 1, HEAD_BYTES + 63,
                                     HEAD_BYTES + 3 * BUCKET_BYTES])  # fmt: skip
 def test_memory_of_another_size_is_refused(stack, nbytes):
-    scene = PostScene(stack)
+    scene = PostScene(stack, buckets=64)
     keys = scene.memory(nbytes)
     with pytest.raises((ValueError, OSError)):
         row_loops.compiled.PostOffice(keys, b"clock")
@@ -395,14 +395,14 @@ def test_memory_of_another_size_is_refused(stack, nbytes):
 
 
 def test_a_clock_s_name_that_is_too_long_is_refused(stack):
-    scene = PostScene(stack)
+    scene = PostScene(stack, buckets=64)
     with pytest.raises(ValueError, match="65 bytes"):
         row_loops.compiled.PostOffice(scene.keys, b"x" * 65)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1 << 16, 3])
 def test_a_number_that_is_none_is_refused(stack, number):
-    scene = PostScene(stack)
+    scene = PostScene(stack, buckets=64)
     scene.ring(3)
     with pytest.raises(ValueError, match="a client of number"):
         scene.office.add(scene.memory(RING_BYTES), number)
@@ -410,7 +410,7 @@ def test_a_number_that_is_none_is_refused(stack, number):
 
 
 def test_clients_beyond_the_most_are_told_so(stack):
-    scene = PostScene(stack)
+    scene = PostScene(stack, buckets=64)
     for number in range(1, 65):
         scene.ring(number)
     assert not scene.office.add(scene.memory(RING_BYTES), 65)
@@ -422,7 +422,7 @@ def test_clients_beyond_the_most_are_told_so(stack):
 
 
 def test_the_largest_number_and_time_are_told(stack):
-    scene = PostScene(stack)
+    scene = PostScene(stack, buckets=64)
     box = scene.box((1 << 16) - 1)
     scene.office.say(True, LEADS_NS_MAX)
     key = fresh()
