@@ -1,4 +1,4 @@
-"""Garbage in the memory that a client shares with its master: nothing crashes, nor spoils others."""
+"""Garbage in the memory that a client shares with its master: nothing crashes or spoils others."""
 
 from __future__ import annotations
 
