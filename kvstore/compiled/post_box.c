@@ -165,7 +165,9 @@ static PyObject *post_box_generation(PostBox *box, PyObject *ignored)
 {
     (void)ignored;
     uint64_t state = shared_load(box->ring + RING_STATE);
-    if (box->gone || state & RING_CLOSED)
+    uint64_t leads_until = shared_load(box->keys.memory + KEYS_LEADS_UNTIL); /* 0: not said yet */
+    bool is_over = leads_until && clock_ns() >= (int64_t)leads_until; /* stopped, it closes nothing */
+    if (box->gone || is_over || state & RING_CLOSED)
         return PyLong_FromLong(-1);
     return PyLong_FromUnsignedLongLong(box->serial << SERIAL_SHIFT | generation_of(state));
 }

@@ -118,6 +118,7 @@ class Writer:
         if self.churns:
             self.churn(f"churned {rng.randrange(CHURNED)}")
         self.read(rng.choice([name, *self.stored[-8:]]))
+        time.sleep(0.01)  # so that a pool has room for all of a test
 
     def churn(self, name: str) -> None:
         if self.rng.random() < 0.5:
