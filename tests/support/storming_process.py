@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvstore import KVStoreError, Store
+from kvstore import KVStoreError, MasterUnavailable, Store
 from kvstore.discovery.finding import directory_of, followed
 from kvstore.errors import BlockCorrupt, Fenced
 from kvstore.values.names import key_of
@@ -26,6 +26,7 @@ from tests.support.put_journal import (
     is_version,
     value_of,
 )
+from tests.support.waits import eventually
 from transfer import TransferError
 
 WAIT_S = 60.0
@@ -181,6 +182,7 @@ def serve(pipe: Connection, masters: Any, secret: bytes, config: Any, run: Any, 
         if not config.masters.embedded:
             masters = stack.enter_context(followed(directory_of(config.masters)))
         store = stack.enter_context(Store.connect(masters, secret=secret, config=config))
+        eventually(lambda: answers(store), "somebody leads")
         try:
             result = run(pipe, store, *args)
         except Fenced as error:
@@ -188,6 +190,14 @@ def serve(pipe: Connection, masters: Any, secret: bytes, config: Any, run: Any, 
         pipe.send(result)
         pipe.recv()
     pipe.send("closed")
+
+
+def answers(store: Store) -> bool:
+    try:
+        store.exists("nobody puts this")
+    except MasterUnavailable:
+        return False
+    return True
 
 
 class PostingProcess:
