@@ -50,7 +50,7 @@ class Written(NamedTuple):
 
 
 _POSTED: Final = Written(None, posted=True)
-_TAKEN: Final = Written(None, taken=True)
+TAKEN: Final = Written(None, taken=True)
 
 
 class PlainPuts:
@@ -122,7 +122,7 @@ class PlainPuts:
             self._head, self._tail, posts, generation,
         )  # fmt: skip
         if done is False:
-            return _TAKEN
+            return TAKEN
         mapped.wrote_bytes(nbytes)
         if done is None:
             return _POSTED

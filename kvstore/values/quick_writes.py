@@ -20,7 +20,7 @@ from kvstore.copying import copy_with_checksum
 from kvstore.errors import KVStoreError, MasterRefused, NodeUnreachable
 from kvstore.shards.plan import shard_of
 from kvstore.values.place_supply import Asked, PlaceSupply
-from kvstore.values.plain_puts import PlainPuts
+from kvstore.values.plain_puts import TAKEN, PlainPuts
 from kvstore.values.quick_value import QuickValue, decoded, space_of
 from kvstore.values.sent_values import send_value
 from kvstore.values.values import Part, RegionPiece
@@ -114,17 +114,17 @@ class QuickWrites:
             if known is not None:
                 mapped = self._mapped(place, known)
                 written = self._plain.write(value, place, left, mapped, write, box)
+            if written is None and box is not None and not box.hold(value.key):
+                written = TAKEN
             if written is None:
-                if box is not None and not box.hold(value.key):
-                    box = self._leave(value, place)
-                    return None
                 checksum = self._write(value, place, write)
             elif written.posted:
                 box = None
                 self._core.record.count_stored()
                 return PutOutcome.STORED
             elif written.taken:
-                box = self._leave(value, place)
+                box = None
+                self._leave(value, place)
                 return None
             elif written.request is not None:
                 return self._put_plainly(value.shard, place, written.request, timeout_s)
