@@ -54,6 +54,7 @@ class PostMachine(RuleBasedStateMachine):
         self.stack = ExitStack()
         self.scene = PostScene(self.stack, buckets=2)
         self.office = self.scene.office
+        self.office.say(False, (1 << 63) - 1)  # it leads, and may not know all yet
         self.names = [b""] * 64
         self.index = make_key_index(self.names)
         self.index.mirror(self.office)
