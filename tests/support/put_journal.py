@@ -1,7 +1,8 @@
-"""What several writers of the same names wrote down of each call, and whether it can all be true."""
+"""What writers of the same names wrote down of each call, and whether it can all be true."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -125,7 +126,7 @@ def contradictions(calls: list[Call], *, evicts: bool = False) -> list[str]:
     unclear = [c for c in calls if c.outcome in ("", "raised", "failed")]
     found = []
     if not evicts:
-        for first, second in zip(stored, stored[1:], strict=False):
+        for first, second in itertools.pairwise(stored):
             since_s, until_s = min(first.began_s, second.began_s), second.ended_s
             between = [*removed, *(c for c in unclear if c.what == "remove")]
             if not any(c.began_s < until_s and c.ended_s > since_s for c in between):
