@@ -26,6 +26,7 @@ from tests.support.waits import WAIT_S, eventually
 
 WRITERS = 4
 LEASE_S = 4
+POSTED = 40  # puts; so many are waited for
 
 
 class Storm:
@@ -100,7 +101,7 @@ class Storm:
         self.journals.read()
         return sum(c.way == "posted" and c.began_s > moment_s for c in self.journals.ended)
 
-    def wait_posted(self, number: int = 40) -> None:
+    def wait_posted(self, number: int = POSTED) -> None:
         """Return once puts are being posted, as of now."""
         since_s = time.monotonic()
         eventually(lambda: self.posted_since(since_s) >= number, "puts are posted")
@@ -115,7 +116,7 @@ class Storm:
         assert (missed, wrong) == ([], [])
         self.journals.read()
         ways = self.journals.ways()
-        assert ways["posted"] > 100, ways
+        assert ways["posted"] >= 2 * POSTED, ways  # each storm waits for so many twice
         assert ways["asked"], ways
         assert ways["batch"], ways
         by_name = {n: c for n, c in self.journals.of_names().items() if not overlap(c, self.deaths)}
@@ -195,12 +196,12 @@ def check_all(pipe, store, folder, deaths):
 def test_writers_stopped_and_killed_in_mid_put(stack, tmp_path, seed):
     storm = Storm(stack, tmp_path, seed)
     storm.wait_posted()
-    for _ in range(4):
+    for _ in range(3):
         storm.stop_writers(1.0)
         storm.kill_writer()
         storm.stop_master(storm.rng.random() * 0.4)
     storm.wait_posted()
-    assert storm.killed == 4
+    assert storm.killed == 3
     storm.end()
     storm.check_pool()
 
@@ -208,7 +209,7 @@ def test_writers_stopped_and_killed_in_mid_put(stack, tmp_path, seed):
 def test_masters_killed_and_started_again_at_their_address(stack, tmp_path, seed):
     # What was removed comes back with a new master: nothing is removed here.
     storm = Storm(stack, tmp_path, seed, churns=False)
-    for _ in range(3):
+    for _ in range(2):
         storm.wait_posted()
         storm.stop_writers(storm.rng.random() * 0.3)
         with storm.dying():
@@ -226,27 +227,21 @@ def etcd(tmp_path_factory):
         yield server
 
 
-def test_a_standby_takes_over_from_a_leader_that_is_stopped_and_one_that_is_killed(
-    stack, etcd, tmp_path, seed
-):
+def test_a_standby_takes_over_from_a_leader_that_is_stopped_or_killed(stack, etcd, tmp_path, seed):
     prefix = f"/{secrets.token_hex(8)}"
     found = EtcdConfig(endpoints=(etcd.endpoint,), prefix=prefix, lease_s=LEASE_S)
     masters = KVMastersConfig(etcd=found, rebuild_s=6.0)  # nodes may be late on a busy machine
     storm = Storm(stack, tmp_path, seed, churns=False, masters=masters)
-    standby = storm.cluster.start_master(0)
-    for end in (signal.SIGSTOP, signal.SIGKILL):
-        storm.wait_posted()
-        leader = storm.master
-        with storm.dying():
-            leader.signal(end)
-            eventually(lambda next_one=standby: next_one.ask("term"), "it leads")
-        storm.cluster.masters[0] = standby
-        storm.wait_posted()
-        if end is signal.SIGSTOP:
-            leader.signal(signal.SIGCONT)
-        else:
-            leader.kill()
-        standby = leader
+    standby, leader = storm.cluster.start_master(0), storm.master
+    end = storm.rng.choice((signal.SIGSTOP, signal.SIGKILL))  # either takes half a minute
+    storm.wait_posted()
+    with storm.dying():
+        leader.signal(end)
+        eventually(lambda: standby.ask("term"), "it leads")
+    storm.cluster.masters[0] = standby
+    storm.wait_posted()
+    if end is signal.SIGSTOP:
+        leader.signal(signal.SIGCONT)
     storm.end()
     storm.check_pool()
 
@@ -258,7 +253,7 @@ def test_a_small_pool_whose_nodes_stop_and_die(stack, tmp_path, seed):
     )  # fmt: skip
     eventually(lambda: storm.cluster.figures().evicted_blocks > 50, "blocks make room")
     nodes = storm.cluster.workers
-    for _ in range(3):
+    for _ in range(2):
         storm.wait_posted()
         os.kill(nodes[1].process.pid, signal.SIGSTOP)
         storm.stop_writers(storm.rng.random() * 0.3)
