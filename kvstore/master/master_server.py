@@ -242,7 +242,12 @@ class MasterServer:
             if self._clock() >= self._leads_until_s or not self._takes_posts:
                 return []
             if self._posts is None:
-                self._posts = Posts(self._master, self._server.wakeup)
+                try:
+                    self._posts = Posts(self._master, self._server.wakeup)
+                except OSError as error:  # no memory to share, or no descriptors of processes
+                    logger.warning("no puts are posted here: %s", error)
+                    self._takes_posts = False
+                    return []
             return self._posts.lend(identity, number)
 
     def _ended(self, number: int) -> None:

@@ -70,7 +70,11 @@ class Posts:
         self._looks = self._takes_places = False
         self._taken_s = -math.inf
         self._process = os.pidfd_open(os.getpid())
-        self._keys, self._office = self._new_office()
+        try:
+            self._keys, self._office = self._new_office()
+        except OSError:
+            os.close(self._process)
+            raise
 
     @staticmethod
     def possible() -> bool:
@@ -218,7 +222,11 @@ class Posts:
         wanted = max(BUCKETS_MIN, self._master.num_keys // 2)
         buckets = 1 << (wanted - 1).bit_length()
         keys = _memory("taken keys", HEAD_BYTES + buckets * BUCKET_BYTES)
-        office = compiled.PostOffice(keys, clock_name().encode())
+        try:
+            office = compiled.PostOffice(keys, clock_name().encode())
+        except OSError:
+            os.close(keys)
+            raise
         self._master.mirror_keys(office)
         return keys, office
 

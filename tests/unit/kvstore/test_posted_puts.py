@@ -374,6 +374,20 @@ def test_nothing_is_left_of_clients_that_go_nor_of_the_pool(monkeypatch):
     assert open_memory() == before
 
 
+def test_a_master_without_memory_to_share_is_asked(stack, monkeypatch, caplog):
+    def refuse(what, nbytes):
+        raise OSError(23, "too many open files in system")
+
+    monkeypatch.setattr(posts_module, "_memory", refuse)
+    pool = Pool(stack)
+    keys = [secrets.token_bytes(16) for _ in range(3 * place_supply.AHEAD_MAX)]
+    for key in keys:
+        assert pool.store.put(key, key * 100) is STORED
+    assert [pool.store.get(key) for key in keys] == [key * 100 for key in keys]
+    assert pool.store.client.posts.box is None
+    assert len([r for r in caplog.records if "no puts are posted here" in r.message]) == 1
+
+
 def test_many_threads_of_one_store_post(pool, posting):
     names = [[secrets.token_bytes(16) for _ in range(80)] for _ in range(4)]
     contents = {name: value() for own in names for name in own}
