@@ -26,6 +26,8 @@ from transfer.storage.storage import Storage, StorageRegion, fetch_now, store_no
 # An ask costs both processes as much as copying a megabyte: so a few at a time.
 BUFFER_BYTES: Final = 4 << 20
 
+_Place = tuple[int, int, str]  # lane, which of that lane's, peer
+
 
 class PeerMoves(Protocol):
     """What moves host memory to and from peers: the engine's `Mover`."""
@@ -60,11 +62,13 @@ class Bounce:
     Attributes:
         region: the buffer.
         key: opens it to one peer, for what only the peer can move; None if nobody needs it.
+        lent: somebody uses it. Guarded by the lock of its `Bounces`.
     """
 
     def __init__(self, region: Region, memory: Memory, key: RegionKey | None) -> None:
         self.region = region
         self.key = key
+        self.lent = False
         self._memory = memory
 
     def close(self) -> None:
@@ -73,43 +77,55 @@ class Bounce:
 
 
 class Bounces:
-    """The buffers of a few threads, one per thread, and one more per peer that is given a key.
+    """The buffers of a few threads, of each thread one, and more per peer that is given a key.
 
-    What a peer may write is that peer's alone, so its buffers are never used for others. After
-    a failure a buffer may still be written to, so it is used no more. Thread-safe.
+    A buffer has one user at a time, since it is one thread's: whatever moves by way of it, reads
+    and writes alike. What a peer may write is that peer's alone, so its buffers are never used for
+    others. After a failure a buffer may still be written to, so it is used no more. Thread-safe.
     """
 
     def __init__(self, offers: OfferTable) -> None:
         self._offers = offers
         self._lock = threading.Lock()
-        self._buffers: dict[tuple[int, str], Bounce] = {}
+        self._buffers: dict[_Place, Bounce] = {}
 
     @contextlib.contextmanager
-    def borrow(self, lane: int, peer: str = "") -> Iterator[Bounce]:
-        """Use the buffer of a thread; with `peer`, the one which that peer can access."""
+    def borrow(self, lane: int, peer: str = "", nth: int = 0) -> Iterator[Bounce]:
+        """Use a buffer of a thread.
+
+        Args:
+            lane: the thread that calls.
+            peer: if any, one that this peer can access.
+            nth: which one, for a thread that uses several at once.
+        """
+        place = lane, nth, peer
         with self._lock:
-            bounce = self._buffers.get((lane, peer))
+            bounce = self._buffers.get(place)
             if bounce is None:
-                bounce = self._buffers[lane, peer] = self._make(peer)
+                bounce = self._buffers[place] = self._make(peer)
+            assert not bounce.lent, f"buffer {place} has a user already"
+            bounce.lent = True
         try:
             yield bounce
         except BaseException:
             with self._lock:
-                self._drop(lane, peer)
+                self._drop(place)
             raise
+        else:
+            with self._lock:
+                bounce.lent = False
 
     def forget(self, peer: str) -> None:
         """Drop the buffers of a peer that is gone."""
         with self._lock:
-            for lane, name in list(self._buffers):
-                if name == peer:
-                    self._drop(lane, name)
+            for place in [place for place in self._buffers if place[2] == peer]:
+                self._drop(place)
 
     def close(self) -> None:
         """Drop all."""
         with self._lock:
-            for lane, peer in list(self._buffers):
-                self._drop(lane, peer)
+            for place in list(self._buffers):
+                self._drop(place)
 
     def _make(self, peer: str) -> Bounce:
         memory = allocate(BUFFER_BYTES)
@@ -121,8 +137,8 @@ class Bounces:
         )
         return Bounce(region, memory, self._offers.add(offer))
 
-    def _drop(self, lane: int, peer: str) -> None:
-        bounce = self._buffers.pop((lane, peer), None)
+    def _drop(self, place: _Place) -> None:
+        bounce = self._buffers.pop(place, None)
         if bounce is None:
             return
         if bounce.key is not None:

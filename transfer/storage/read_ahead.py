@@ -82,8 +82,7 @@ class ReadAhead(SharedWork):
                 step = None if taken >= TURN_STEPS and crowded[0] else self._take()
                 if step is not None:
                     if len(buffers) < BUFFERS:
-                        place = BUFFERS * lane + len(buffers)
-                        borrowed = self._bounces.borrow(place, self._key.owner)
+                        borrowed = self._bounces.borrow(lane, self._key.owner, len(buffers))
                         buffers.append(stack.enter_context(borrowed))
                     asked.append(self._begin(step, buffers[taken % BUFFERS]))
                     taken += 1
