@@ -105,10 +105,9 @@ class QuickWrites:
         write, box = self._core.under_way.begin(), self._posts.box
         try:
             place, left = self._places.take(value.shard, value.space)
+            place = place or self._reserve(value)
             if place is None:
-                place = self._reserve(value)
-                if place is None:
-                    return None
+                return None
             left = self._supply.see_to(value, left)
             written, known = None, self._segments.known(place.where)
             if known is not None:
