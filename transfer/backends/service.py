@@ -233,7 +233,10 @@ def _open_again(offer: Offer) -> int:
     if fd < 0:
         return NONE_SHARED
     mode = os.O_RDWR if Access.WRITE in offer.access else os.O_RDONLY
-    descriptor = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
+    except FileNotFoundError:  # closed before we opened it, as its peer was just lost
+        return NONE_SHARED
     if memory.fd != fd:
         # Closed while we opened it: its number may be another file's by now.
         os.close(descriptor)
