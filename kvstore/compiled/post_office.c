@@ -129,6 +129,16 @@ static Ring *ring_of(PostOffice *office, unsigned number)
     return NULL;
 }
 
+/* The ring of a client, by its number as Python has it; null if there is none. -1 with an exception. */
+static int find_ring(PostOffice *office, PyObject *number, Ring **ring)
+{
+    unsigned long wanted = PyLong_AsUnsignedLong(number);
+    if (PyErr_Occurred())
+        return -1;
+    *ring = wanted > UINT16_MAX ? NULL : ring_of(office, (unsigned)wanted);
+    return 0;
+}
+
 /* Clear the words that one client has for a key. */
 static void clear_claims(const PostOffice *office, const unsigned char *key, unsigned number)
 {
@@ -291,10 +301,9 @@ PyDoc_STRVAR(office_drop_doc,
 
 static PyObject *office_drop(PostOffice *office, PyObject *number)
 {
-    unsigned long wanted = PyLong_AsUnsignedLong(number);
-    if (PyErr_Occurred())
+    Ring *ring;
+    if (find_ring(office, number, &ring))
         return NULL;
-    Ring *ring = ring_of(office, (unsigned)wanted);
     if (ring && !ring->left) {
         raise_generation(ring, RING_CLOSED);
         ring->left = true;
@@ -339,7 +348,9 @@ static PyObject *office_grant(PostOffice *office, PyObject *const *args, Py_ssiz
 {
     if (expect(count, 4, "grant"))
         return NULL;
-    unsigned long wanted = PyLong_AsUnsignedLong(args[0]);
+    Ring *ring;
+    if (find_ring(office, args[0], &ring))
+        return NULL;
     uint64_t first = PyLong_AsUnsignedLongLong(args[1]), length = PyLong_AsUnsignedLongLong(args[2]);
     if (PyErr_Occurred() || !PyBytes_Check(args[3])) {
         if (!PyErr_Occurred())
@@ -347,7 +358,6 @@ static PyObject *office_grant(PostOffice *office, PyObject *const *args, Py_ssiz
         return NULL;
     }
     size_t nbytes = (size_t)PyBytes_GET_SIZE(args[3]);
-    Ring *ring = ring_of(office, (unsigned)wanted);
     if (!ring || nbytes > GRANT_BYTES_MAX)
         Py_RETURN_FALSE;
     unsigned char *grant = grant_of(ring->memory, length);
@@ -445,10 +455,9 @@ PyDoc_STRVAR(office_stop_doc,
 
 static PyObject *office_stop(PostOffice *office, PyObject *number)
 {
-    unsigned long wanted = PyLong_AsUnsignedLong(number);
-    if (PyErr_Occurred())
+    Ring *ring;
+    if (find_ring(office, number, &ring))
         return NULL;
-    Ring *ring = ring_of(office, (unsigned)wanted);
     if (ring)
         raise_generation(ring, 0);
     Py_RETURN_NONE;

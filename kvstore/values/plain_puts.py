@@ -64,11 +64,7 @@ class PlainPuts:
     """
 
     def __init__(
-        self,
-        core: ClientCore,
-        segments: SegmentKeys,
-        places: ReservedPlaces,
-        shards: int,
+        self, core: ClientCore, segments: SegmentKeys, places: ReservedPlaces, shards: int
     ) -> None:
         self._core = core
         self._segments = segments

@@ -252,25 +252,13 @@ def test_a_server_that_hangs_is_not_waited_for_longer(connect, lender):
     assert len(taken(client.borrow(timeout_s=SOON_S))) == LENT
 
 
-def test_a_server_that_does_not_even_accept(connect):
-    client, busy = connect("ann"), connect("bob")
+@pytest.mark.parametrize("is_same", [False, True], ids=["not even accepted", "behind its own"])
+def test_a_server_that_handles_another_request_is_waited_for_so_long(connect, is_same):
+    client = connect("ann")
+    busy = client if is_same else connect("bob")
     BEGUN.clear()
     LET_GO.clear()
     asker = threading.Thread(target=lambda: busy.request(b"sleep", timeout_s=SOON_S))
-    asker.start()
-    assert BEGUN.wait(SOON_S)
-    with pytest.raises(RpcTimeout):
-        client.borrow(timeout_s=0.1)
-    LET_GO.set()
-    asker.join()
-    assert len(taken(client.borrow(timeout_s=SOON_S))) == LENT
-
-
-def test_another_thread_s_request_is_waited_for_so_long(connect):
-    client = connect("ann")
-    BEGUN.clear()
-    LET_GO.clear()
-    asker = threading.Thread(target=lambda: client.request(b"sleep", timeout_s=SOON_S))
     asker.start()
     assert BEGUN.wait(SOON_S)
     with pytest.raises(RpcTimeout):
