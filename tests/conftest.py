@@ -48,6 +48,12 @@ def seed() -> int:
 
 
 @pytest.fixture
+def rng(seed: int) -> random.Random:
+    """What draws a test's input."""
+    return random.Random(seed)
+
+
+@pytest.fixture
 def stack() -> Iterator[ExitStack]:
     """What is entered here ends with the test, the last first."""
     with ExitStack() as stack:

@@ -265,15 +265,6 @@ static PyObject *post_box_waiting(PostBox *box, PyObject *ignored)
                                        RING_COUNT_MASK);
 }
 
-PyDoc_STRVAR(wake_doc, "wake()\n--\n\nHave the master take what is posted.");
-
-static PyObject *post_box_wake(PostBox *box, PyObject *ignored)
-{
-    (void)ignored;
-    wake_master(box);
-    Py_RETURN_NONE;
-}
-
 static PyObject *post_box_new(PyTypeObject *type, PyObject *args, PyObject *names)
 {
     static char *keywords[] = {"keys", "ring", "wake", "master", "clock", "serial", NULL};
@@ -330,7 +321,6 @@ static PyMethodDef post_box_methods[] = {
     {"let_go", (PyCFunction)post_box_let_go, METH_O, let_go_doc},
     {"order", (PyCFunction)(void (*)(void))post_box_order, METH_FASTCALL, order_doc},
     {"granted", (PyCFunction)(void (*)(void))post_box_granted, METH_FASTCALL, granted_doc},
-    {"wake", (PyCFunction)post_box_wake, METH_NOARGS, wake_doc},
     {"waiting", (PyCFunction)post_box_waiting, METH_NOARGS, waiting_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 import signal
 import time
@@ -20,11 +19,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
-
-
-@pytest.fixture
-def rng(seed):
-    return random.Random(seed)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 
 import pytest
@@ -15,11 +14,6 @@ from tests.support.posted_master import CAPACITY, PostedMaster
 pytestmark = pytest.mark.skipif(
     not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
 )
-
-
-@pytest.fixture
-def rng(seed):
-    return random.Random(seed)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from array import array
 from collections import OrderedDict
@@ -13,11 +12,6 @@ from kvstore import row_loops
 from kvstore.eviction.gone import GoneBlocks
 
 LOOPS = ("remember", "recall", "forget", "close_up")
-
-
-@pytest.fixture
-def rng(seed):
-    return random.Random(seed)
 
 
 @pytest.fixture(params=["plain", "compiled"])

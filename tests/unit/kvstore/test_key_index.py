@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import deque
 
@@ -13,11 +12,6 @@ from kvstore.key_index import PlainKeyIndex, make_key_index
 
 compiled_only = pytest.mark.skipif(not row_loops.COMPILED, reason="no compiled loops here")
 STEPS = 4000
-
-
-@pytest.fixture
-def rng(seed):
-    return random.Random(seed)
 
 
 @pytest.fixture(params=["plain", "compiled"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 import struct
 
@@ -26,11 +25,6 @@ from tests.support.posted import (
 pytestmark = pytest.mark.skipif(
     not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
 )
-
-
-@pytest.fixture
-def rng(seed):
-    return random.Random(seed)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import random
 import secrets
 import threading
 import time
@@ -37,11 +36,6 @@ def patient(monkeypatch):
     monkeypatch.setattr(reserved_places, "IDLE_S", 60.0)
     monkeypatch.setattr(place_supply, "AHEAD_MAX", 8)
     monkeypatch.setattr(post_box, "AGAIN_S", 0.01)
-
-
-@pytest.fixture
-def rng(seed):
-    return random.Random(seed)
 
 
 class Posting:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import secrets
 
 import pytest
@@ -21,11 +20,6 @@ pytestmark = pytest.mark.skipif(
 
 STORED, FAILED, EXISTS = PutOutcome.STORED, PutOutcome.FAILED, PutOutcome.EXISTS
 CONFLICT, IN_PROGRESS = PutOutcome.CONFLICT, PutOutcome.IN_PROGRESS
-
-
-@pytest.fixture
-def rng(seed):
-    return random.Random(seed)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import signal
 import subprocess
@@ -20,11 +19,6 @@ from tests.support.posted import CLAIM, NUMBER, PostScene, print_of
 pytestmark = pytest.mark.skipif(
     not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
 )
-
-
-@pytest.fixture
-def rng(seed):
-    return random.Random(seed)
 
 
 @pytest.fixture
