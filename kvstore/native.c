@@ -24,6 +24,8 @@
 #include <immintrin.h>
 #endif
 
+#include "compiled/arguments.c"
+
 #define STRIPE 64
 #define SECRET_BYTES 192
 #define STRIPES_PER_BLOCK ((SECRET_BYTES - STRIPE) / 8)
@@ -446,10 +448,8 @@ static PyObject *copy_summed(PyObject *module, PyObject *const *args, Py_ssize_t
     uintptr_t target, source;
     Ints to, from, lengths;
     PyObject *result = NULL;
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "copy_summed takes 6 arguments");
+    if (expect(count, 6, "copy_summed"))
         return NULL;
-    }
     long long stream_bytes = PyLong_AsLongLong(args[5]);
     if (stream_bytes == -1 && PyErr_Occurred())
         return NULL;
@@ -485,10 +485,8 @@ static PyObject *copy_one_summed(PyObject *module, PyObject *const *args, Py_ssi
     (void)module;
     Py_buffer target, source;
     PyObject *result = NULL;
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "copy_one_summed takes 6 arguments");
+    if (expect(count, 6, "copy_one_summed"))
         return NULL;
-    }
     Py_ssize_t to = PyLong_AsSsize_t(args[1]), from = PyLong_AsSsize_t(args[3]);
     Py_ssize_t nbytes = PyLong_AsSsize_t(args[4]), stream_bytes = PyLong_AsSsize_t(args[5]);
     if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &target, PyBUF_WRITABLE))
@@ -524,10 +522,8 @@ static PyObject *bytes_summed(PyObject *module, PyObject *const *args, Py_ssize_
     Py_buffer source;
     PyObject *result = NULL;
     uint64_t sum = 0;
-    if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "bytes_summed takes 4 arguments");
+    if (expect(count, 4, "bytes_summed"))
         return NULL;
-    }
     Py_ssize_t from = PyLong_AsSsize_t(args[1]), nbytes = PyLong_AsSsize_t(args[2]);
     Py_ssize_t stream_bytes = PyLong_AsSsize_t(args[3]);
     if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE))
@@ -555,10 +551,8 @@ static PyObject *sums(PyObject *module, PyObject *const *args, Py_ssize_t count)
     uintptr_t base;
     Ints offsets, lengths;
     PyObject *result = NULL;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "sums takes 3 arguments");
+    if (expect(count, 3, "sums"))
         return NULL;
-    }
     if (take_address(args[0], &base) || take_ints(args[1], &offsets))
         return NULL;
     if (!take_ints(args[2], &lengths)) {
@@ -598,16 +592,15 @@ static PyObject *share_copies(PyObject *module, PyObject *value)
 #include "compiled/put_block.c"
 
 static PyMethodDef methods[] = {
-    {"copy_summed", (PyCFunction)(void (*)(void))copy_summed, METH_FASTCALL, copy_summed_doc},
-    {"copy_one_summed", (PyCFunction)(void (*)(void))copy_one_summed, METH_FASTCALL,
-     copy_one_summed_doc},
-    {"bytes_summed", (PyCFunction)(void (*)(void))bytes_summed, METH_FASTCALL, bytes_summed_doc},
-    {"put_block", (PyCFunction)(void (*)(void))put_block, METH_FASTCALL, put_block_doc},
-    {"sums", (PyCFunction)(void (*)(void))sums, METH_FASTCALL, sums_doc},
+    FAST(copy_summed),
+    FAST(copy_one_summed),
+    FAST(bytes_summed),
+    FAST(put_block),
+    FAST(sums),
     {"share_copies", share_copies, METH_O, share_copies_doc},
-    {"mailbox_leave", (PyCFunction)(void (*)(void))mailbox_leave, METH_FASTCALL, mailbox_leave_doc},
-    {"mailbox_take", (PyCFunction)(void (*)(void))mailbox_take, METH_FASTCALL, mailbox_take_doc},
-    {"mailbox_close", (PyCFunction)(void (*)(void))mailbox_close, METH_FASTCALL, mailbox_close_doc},
+    FAST(mailbox_leave),
+    FAST(mailbox_take),
+    FAST(mailbox_close),
     {NULL, NULL, 0, NULL},
 };
 

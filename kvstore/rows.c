@@ -11,6 +11,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "compiled/arguments.c"
+
 #define NOWHERE (-1)
 #define FEW 128 /* rows that need no memory of their own */
 
@@ -99,14 +101,6 @@ static void give_both(Column *column, Rows *rows)
 {
     PyBuffer_Release(&column->buffer);
     give_rows(rows);
-}
-
-static int expect(Py_ssize_t count, Py_ssize_t wanted, const char *name)
-{
-    if (count == wanted)
-        return 0;
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, count);
-    return -1;
 }
 
 /* Do BODY with `values` of the column's own type T. */
@@ -576,6 +570,9 @@ static PyObject *follow(PyObject *module, PyObject *const *args, Py_ssize_t coun
 #include "compiled/gone.c"
 #include "compiled/taken_keys.c"
 #include "compiled/post_ring.c"
+#include "compiled/claims.c"
+#include "compiled/own_words.c"
+#include "compiled/rings.c"
 #include "compiled/post_office.c"
 #include "compiled/key_index.c"
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 BORROW_S: Final = 0.1  # a master is not waited for longer
 AGAIN_S: Final = 1.0  # after a loan that was over, or one that there was not
 LENT: Final = 4  # taken keys, posts, an eventfd, the master's process
-NEVER: Final = -1  # as a generation: such places are not posted to
+NEVER: Final = 0  # as a generation, as `kvstore/compiled/post_box.c` has it: not posted to
 
 
 class PostBoxes:

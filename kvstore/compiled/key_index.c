@@ -138,7 +138,7 @@ static Py_ssize_t enter_key(KeyIndex *index, PyObject *key, int32_t row)
         return -1;
     index->used++;
     if (index->office)
-        enter_word(index->office, key);
+        enter_word(&index->office->words, key);
     return put_key(index, (KeySlot){print, row});
 }
 
@@ -214,7 +214,7 @@ static int remove_key(KeyIndex *index, PyObject *key)
     }
     take_key_out(index, slot);
     if (index->office)
-        leave_word(index->office, key);
+        leave_word(&index->office->words, key);
     return 0;
 }
 
@@ -282,7 +282,7 @@ static PyObject *key_index_mirror(KeyIndex *index, PyObject *office)
     Py_XSETREF(index->office, office == Py_None ? NULL : (PostOffice *)Py_NewRef(office));
     for (Py_ssize_t slot = 0; index->office && slot < index->num_slots; slot++)
         if (index->slots[slot].row != EMPTY)
-            enter_word(index->office, PyList_GET_ITEM(index->keys, index->slots[slot].row));
+            enter_word(&index->office->words, PyList_GET_ITEM(index->keys, index->slots[slot].row));
     Py_RETURN_NONE;
 }
 

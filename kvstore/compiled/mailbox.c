@@ -106,10 +106,8 @@ static PyObject *mailbox_take(PyObject *module, PyObject *const *args, Py_ssize_
 {
     (void)module;
     Mailbox box;
-    if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "mailbox_take takes 4 arguments");
+    if (expect(count, 4, "mailbox_take"))
         return NULL;
-    }
     uint64_t tail = PyLong_AsUnsignedLongLong(args[2]);
     uint64_t until_ns = PyLong_AsUnsignedLongLong(args[3]);
     if (PyErr_Occurred() || take_mailbox(args[0], args[1], &box))
@@ -157,10 +155,8 @@ static PyObject *mailbox_close(PyObject *module, PyObject *const *args, Py_ssize
 {
     (void)module;
     Mailbox box;
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "mailbox_close takes 2 arguments");
+    if (expect(count, 2, "mailbox_close"))
         return NULL;
-    }
     if (take_mailbox(args[0], args[1], &box))
         return NULL;
     __atomic_store_n(mailbox_word(&box, MAILBOX_CLOSED), 1, __ATOMIC_SEQ_CST);

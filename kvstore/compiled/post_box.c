@@ -5,7 +5,10 @@
 #include <poll.h>
 #include <unistd.h>
 
-#define SERIAL_SHIFT 40 /* of a generation, as Python has it: those of an earlier box are others */
+/* A generation, as Python has it: a box's number | its ring's generation. */
+#define SERIAL_SHIFT 40
+#define SERIALS 0x7FFFFE /* of boxes, from 1 on: a place of an earlier one is not posted to a later one */
+#define NEVER 0 /* no generation: what is of it is not posted */
 #define POST_WAKE 32 /* posts that the master has not taken: it is woken for each so many */
 #define CLAIM_TRIES 4
 
@@ -31,8 +34,7 @@ static bool may_post(const PostBox *box)
 
 static bool is_full(const PostBox *box, uint64_t state)
 {
-    uint64_t waiting = (state - shared_load(box->ring + RING_TAKEN)) & RING_COUNT_MASK;
-    return waiting >= POSTS_MAX;
+    return posts_waiting(box->ring, state) >= POSTS_MAX;
 }
 
 typedef enum {
@@ -59,7 +61,7 @@ static Claim look_up_key(uint64_t *bucket, uint64_t print, const uint64_t *own, 
 static void withdraw_claim(PostBox *box)
 {
     (void)shared_swap(box->slot, box->word, 0); /* unless the master has taken it back */
-    shared_store(box->ring + RING_CLAIM + 8, 0);
+    shared_store(box->ring + RING_CLAIM_WORD, 0);
     box->busy = false;
 }
 
@@ -89,10 +91,10 @@ static Claim claim_key(PostBox *box, const unsigned char *key, uint64_t generati
         if (found != KEY_HELD || !empty)
             return found == KEY_TAKEN ? KEY_TAKEN : KEY_UNKNOWN;
         /* Where it is, for the master to clear should we end here. */
-        shared_store(box->ring + RING_CLAIM, (uint64_t)((unsigned char *)empty - box->keys.memory));
-        shared_store(box->ring + RING_CLAIM + 8, box->word);
+        shared_store(box->ring + RING_CLAIM_AT, (uint64_t)((unsigned char *)empty - box->keys.memory));
+        shared_store(box->ring + RING_CLAIM_WORD, box->word);
         if (!shared_swap(empty, 0, box->word)) {
-            shared_store(box->ring + RING_CLAIM + 8, 0);
+            shared_store(box->ring + RING_CLAIM_WORD, 0);
             empty = NULL;
             continue;
         }
@@ -123,7 +125,7 @@ static bool post(PostBox *box, const Post *fresh)
     memcpy(post_at(box->ring, box->state & RING_COUNT_MASK), fresh, sizeof *fresh);
     if (!shared_swap(box->ring + RING_STATE, box->state, (box->state & ~RING_COUNT_MASK) | count))
         return false;
-    uint64_t waiting = (count - shared_load(box->ring + RING_TAKEN)) & RING_COUNT_MASK;
+    uint64_t waiting = posts_waiting(box->ring, count);
     if ((waiting && waiting % POST_WAKE == 0) || fresh->kind == POST_ORDER ||
         clock_ns() > (int64_t)shared_load(box->keys.memory + KEYS_LOOKS_AT))
         wake_master(box);
@@ -150,15 +152,15 @@ static bool post_store(PostBox *box, const unsigned char *key, const Post *fresh
     memcpy(whole.key, key, KEY_BYTES);
     if (!post(box, &whole))
         return false;
-    shared_store(box->ring + RING_CLAIM + 8, 0); /* the master clears the word, with the post */
+    shared_store(box->ring + RING_CLAIM_WORD, 0); /* the master clears the word, with the post */
     box->busy = false;
     return master_is_there(box);
 }
 
 /* ---- its type */
 
-PyDoc_STRVAR(generation_doc,
-             "generation()\n--\n\nReturn what places that are asked for from now on are of; -1 if "
+PyDoc_STRVAR(post_box_generation_doc,
+             "generation()\n--\n\nReturn what places that are asked for from now on are of; 0 if "
              "nothing can be posted here any more.");
 
 static PyObject *post_box_generation(PostBox *box, PyObject *ignored)
@@ -168,35 +170,36 @@ static PyObject *post_box_generation(PostBox *box, PyObject *ignored)
     uint64_t leads_until = shared_load(box->keys.memory + KEYS_LEADS_UNTIL); /* 0: not said yet */
     bool is_over = leads_until && clock_ns() >= (int64_t)leads_until; /* stopped, it closes nothing */
     if (box->gone || is_over || state & RING_CLOSED)
-        return PyLong_FromLong(-1);
+        return PyLong_FromLong(NEVER);
     return PyLong_FromUnsignedLongLong(box->serial << SERIAL_SHIFT | generation_of(state));
 }
 
-static const unsigned char *key_of(PyObject *key)
+/* Null with an exception if it is none. */
+static const unsigned char *take_key(PyObject *of_key)
 {
-    if (PyBytes_Check(key) && PyBytes_GET_SIZE(key) == KEY_BYTES)
-        return (const unsigned char *)PyBytes_AS_STRING(key);
-    PyErr_SetString(PyExc_TypeError, "a key is 16 bytes");
-    return NULL;
+    const unsigned char *key = key_of(of_key);
+    if (!key)
+        PyErr_SetString(PyExc_TypeError, "a key is 16 bytes");
+    return key;
 }
 
-PyDoc_STRVAR(hold_doc,
+PyDoc_STRVAR(post_box_hold_doc,
              "hold(key)\n--\n\nKeep others from posting a put of this key, if that is possible, until "
              "`let_go`; false: it is taken, by a block or another put.");
 
 static PyObject *post_box_hold(PostBox *box, PyObject *of_key)
 {
-    const unsigned char *key = key_of(of_key);
-    return key ? PyBool_FromLong(claim_key(box, key, 0) != KEY_TAKEN) : NULL;
+    const unsigned char *key = take_key(of_key);
+    return key ? PyBool_FromLong(claim_key(box, key, NEVER) != KEY_TAKEN) : NULL;
 }
 
-PyDoc_STRVAR(let_go_doc,
+PyDoc_STRVAR(post_box_let_go_doc,
              "let_go(key)\n--\n\nA put of this key has ended. To be called by whom `hold` did not "
              "say false, or whose `put_block` did not post and did not return False.");
 
 static PyObject *post_box_let_go(PostBox *box, PyObject *of_key)
 {
-    const unsigned char *key = key_of(of_key);
+    const unsigned char *key = take_key(of_key);
     if (!key)
         return NULL;
     uint64_t print;
@@ -207,16 +210,14 @@ static PyObject *post_box_let_go(PostBox *box, PyObject *of_key)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(order_doc,
+PyDoc_STRVAR(post_box_order_doc,
              "order(first, count, length)\n--\n\nPost a wish for places, by their numbers, for "
              "values of so many bytes; false if it is to be asked for.");
 
 static PyObject *post_box_order(PostBox *box, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "order takes 3 arguments");
+    if (expect(count, 3, "order"))
         return NULL;
-    }
     Post fresh = {.kind = POST_ORDER, .batch = PyLong_AsUnsignedLongLong(args[0]),
                   .count = PyLong_AsUnsignedLongLong(args[1]),
                   .length = PyLong_AsUnsignedLongLong(args[2])};
@@ -229,17 +230,15 @@ static PyObject *post_box_order(PostBox *box, PyObject *const *args, Py_ssize_t 
     return PyBool_FromLong(possible && post(box, &fresh) && master_is_there(box));
 }
 
-PyDoc_STRVAR(granted_doc,
+PyDoc_STRVAR(post_box_granted_doc,
              "granted(first, length)\n--\n\nReturn what the master has said of the places that were "
              "ordered, from this number on, for values of so many bytes; None: nothing yet, or "
              "something else since.");
 
 static PyObject *post_box_granted(PostBox *box, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "granted takes 2 arguments");
+    if (expect(count, 2, "granted"))
         return NULL;
-    }
     uint64_t first = PyLong_AsUnsignedLongLong(args[0]), length = PyLong_AsUnsignedLongLong(args[1]);
     if (PyErr_Occurred())
         return NULL;
@@ -255,14 +254,13 @@ static PyObject *post_box_granted(PostBox *box, PyObject *const *args, Py_ssize_
     return payload;
 }
 
-PyDoc_STRVAR(waiting_doc, "waiting()\n--\n\nReturn how many posts the master has not taken.");
+PyDoc_STRVAR(post_box_waiting_doc, "waiting()\n--\n\nReturn how many posts the master has not taken.");
 
 static PyObject *post_box_waiting(PostBox *box, PyObject *ignored)
 {
     (void)ignored;
     uint64_t state = shared_load(box->ring + RING_STATE);
-    return PyLong_FromUnsignedLongLong((state - shared_load(box->ring + RING_TAKEN)) &
-                                       RING_COUNT_MASK);
+    return PyLong_FromUnsignedLongLong(posts_waiting(box->ring, state));
 }
 
 static PyObject *post_box_new(PyTypeObject *type, PyObject *args, PyObject *names)
@@ -279,7 +277,7 @@ static PyObject *post_box_new(PyTypeObject *type, PyObject *args, PyObject *name
     if (!box)
         return NULL;
     box->wake = box->master = -1;
-    box->serial = serial & 0x7FFFFF;
+    box->serial = 1 + serial % SERIALS;
     if (map_taken_keys(keys, &box->keys) || map_shared(ring, &box->ring, &box->ring_bytes)) {
         Py_DECREF(box);
         return NULL;
@@ -316,12 +314,12 @@ static void post_box_free(PostBox *box)
 }
 
 static PyMethodDef post_box_methods[] = {
-    {"generation", (PyCFunction)post_box_generation, METH_NOARGS, generation_doc},
-    {"hold", (PyCFunction)post_box_hold, METH_O, hold_doc},
-    {"let_go", (PyCFunction)post_box_let_go, METH_O, let_go_doc},
-    {"order", (PyCFunction)(void (*)(void))post_box_order, METH_FASTCALL, order_doc},
-    {"granted", (PyCFunction)(void (*)(void))post_box_granted, METH_FASTCALL, granted_doc},
-    {"waiting", (PyCFunction)post_box_waiting, METH_NOARGS, waiting_doc},
+    METHOD_OF(post_box, generation, METH_NOARGS),
+    METHOD_OF(post_box, hold, METH_O),
+    METHOD_OF(post_box, let_go, METH_O),
+    METHOD_OF(post_box, order, METH_FASTCALL),
+    METHOD_OF(post_box, granted, METH_FASTCALL),
+    METHOD_OF(post_box, waiting, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 

@@ -18,7 +18,8 @@
 #define RING_TAKEN 64
 #define RING_FLOOR 72
 #define RING_NUMBER 80
-#define RING_CLAIM 128 /* position of its bucket, and the word */
+#define RING_CLAIM_AT 128 /* where its word is in the memory of taken keys */
+#define RING_CLAIM_WORD 136
 #define RING_POSTS 4096
 #define RING_GRANTS 8192
 #define GRANTS 8 /* orders of values of different sizes have different ones, if they can */
@@ -43,6 +44,12 @@ typedef struct {
 static uint64_t generation_of(uint64_t state)
 {
     return (state & ~RING_CLOSED) >> 24;
+}
+
+/* How many posts the master has not taken, once there are as many as a state says. */
+static uint64_t posts_waiting(const unsigned char *ring, uint64_t state)
+{
+    return (state - shared_load(ring + RING_TAKEN)) & RING_COUNT_MASK;
 }
 
 /* Where it is said what became of an order for places for values of so many bytes. */

@@ -4,7 +4,6 @@
  * The request is the MessagePack of a `Store` (`kvstore/wire/requests.py`): its head up to the client
  * and its tail from `more` on are the same for many puts, and come as they are. */
 
-#define STORE_KEY_BYTES 16
 #define STORE_NUMBERS_BYTES 128 /* names and values of the fields in between, at most */
 
 static unsigned char *pack_bytes(unsigned char *at, const void *from, size_t nbytes)
@@ -35,15 +34,15 @@ static unsigned char *pack_name(unsigned char *at, const char *name)
 
 typedef struct {
     uint64_t batch, following, length, checksum;
-    const unsigned char *key; /* [STORE_KEY_BYTES] */
+    const unsigned char *key; /* [KEY_BYTES] */
 } StoreNumbers;
 
 static unsigned char *pack_store(unsigned char *at, const StoreNumbers *store)
 {
-    static const unsigned char key_head[] = {0xC4, STORE_KEY_BYTES};
+    static const unsigned char key_head[] = {0xC4, KEY_BYTES};
     at = pack_integer(pack_name(at, "batch"), store->batch);
     at = pack_bytes(pack_name(at, "key"), key_head, sizeof key_head);
-    at = pack_bytes(at, store->key, STORE_KEY_BYTES);
+    at = pack_bytes(at, store->key, KEY_BYTES);
     at = pack_integer(pack_name(at, "length"), store->length);
     at = pack_integer(pack_name(at, "checksum"), store->checksum);
     return pack_integer(pack_name(at, "following"), store->following);
@@ -69,7 +68,7 @@ static bool leave_row(const Mailbox *box, uint32_t segment, uint64_t offset, con
 {
     unsigned char note[48] = {1};
     memcpy(note + 1, &segment, 4);
-    memcpy(note + 5, store->key, STORE_KEY_BYTES);
+    memcpy(note + 5, store->key, KEY_BYTES);
     memcpy(note + 21, &offset, 8);
     memcpy(note + 29, &store->length, 8);
     memcpy(note + 37, &store->checksum, 8); /* 45: not pinned; 46: a tenant of no bytes */
@@ -95,7 +94,7 @@ static Claim take_claim(PyObject *posts, PyObject *generation, const unsigned ch
 
 static PyObject *put_block(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 16 || !PyBytes_Check(args[9]) || PyBytes_GET_SIZE(args[9]) != STORE_KEY_BYTES ||
+    if (count != 16 || !PyBytes_Check(args[9]) || PyBytes_GET_SIZE(args[9]) != KEY_BYTES ||
         !PyBytes_Check(args[12]) || !PyBytes_Check(args[13]) ||
         (args[14] != Py_None && !Py_IS_TYPE(args[14], &post_box_type))) {
         PyErr_SetString(PyExc_TypeError, "put_block takes 16 arguments, among them a key of 16 bytes");

@@ -23,7 +23,6 @@
 #define CLOCK_BYTES 64
 #define KEYS_BUCKET_WORDS 8
 #define KEYS_BUCKET_BYTES (8 * KEYS_BUCKET_WORDS)
-#define KEY_BYTES 16
 #define OWNER_MASTER 0
 
 typedef struct {

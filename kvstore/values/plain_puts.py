@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore import copying
-from kvstore.client.post_box import NEVER
 from kvstore.client.put_options import DEFAULT
 from kvstore.values.values import RegionPiece
 from kvstore.wire import messages as m
@@ -111,11 +110,10 @@ class PlainPuts:
             source, first = part.region.array, part.offset
         else:
             source, first = part, 0
-        generation = place.generation if place.generation != NEVER else 0
         done = compiled.put_block(
             mapped.array, start, source, first, nbytes, copying.WRITE_STREAM_BYTES_MIN,
             box.address, box.nbytes, where.segment, value.key, place.batch, record.next_batch(),
-            self._head, self._tail, posts, generation,
+            self._head, self._tail, posts, place.generation,
         )  # fmt: skip
         if done is False:
             return TAKEN

@@ -9,6 +9,7 @@ import struct
 from contextlib import ExitStack
 
 import numpy as np
+import pytest
 
 from kvstore import copying, mailbox, row_loops
 from kvstore.mailbox import clock_name
@@ -29,6 +30,15 @@ COUNT = (1 << 24) - 1
 CLOSED = 1 << 63
 POST = struct.Struct("<Q16sQQQQQ")
 MASK = (1 << 64) - 1
+
+needs_both_ends = pytest.mark.skipif(
+    not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
+)
+
+
+def fresh() -> bytes:
+    """A key that nobody has put."""
+    return secrets.token_bytes(16)
 
 
 def mixed(key: bytes) -> int:
@@ -153,7 +163,7 @@ class Desk:
         at = self._box.ctypes.data + -self._box.ctypes.data % 64
         done = copying.compiled.put_block(
             self._target, 0, source, 0, NBYTES, 1 << 40, at, mailbox.MAILBOX_BYTES, 1, key, batch,
-            batch + 1, b"head", b"tail", box, max(0, generation),
+            batch + 1, b"head", b"tail", box, generation,
         )  # fmt: skip
         assert (done is False) == (self._target.tobytes() != source.tobytes())
         self._tail, notes = copying.compiled.mailbox_take(
@@ -187,6 +197,13 @@ class PostScene:
         self.rings: dict[int, int] = {}
         self.serials = 0
         self.put = Desk().put
+
+    @classmethod
+    def leading(cls, stack: ExitStack, *, buckets: int = 1024) -> PostScene:
+        """One in which clients may post."""
+        scene = cls(stack, buckets=buckets)
+        scene.lead()
+        return scene
 
     def memory(self, nbytes: int) -> int:
         made = os.memfd_create("moe-runtime-test", os.MFD_CLOEXEC)

@@ -8,15 +8,13 @@ import time
 
 import pytest
 
-from kvstore import PutOutcome, copying, row_loops
-from tests.support.posted import Table
+from kvstore import PutOutcome
+from tests.support.posted import Table, needs_both_ends
 from tests.support.posting_process import SIZE, PostingProcess, content_of, name_of
 from tests.support.store_pool import Pool
 from tests.support.waits import eventually
 
-pytestmark = pytest.mark.skipif(
-    not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
-)
+pytestmark = needs_both_ends
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 

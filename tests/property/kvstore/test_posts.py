@@ -5,18 +5,23 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore import copying, row_loops
 from kvstore.key_index import make_key_index
 from kvstore.master.posts import STORE
-from tests.support.posted import CLOSED, POSTS_MAX, STATE, HandClient, PostScene, Words
+from tests.support.posted import (
+    CLOSED,
+    POSTS_MAX,
+    STATE,
+    HandClient,
+    PostScene,
+    Words,
+    needs_both_ends,
+)
 
-COMPILED = row_loops.COMPILED and copying.COMPILED
-pytestmark = pytest.mark.skipif(not COMPILED, reason="both ends are compiled")
+pytestmark = needs_both_ends
 
 KEYS = [bytes([i]) * 16 for i in range(24)]  # of two buckets: more than there are words
 CLIENTS_MAX = 5

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
-
 import pytest
 
-from kvstore import copying, row_loops
 from kvstore.wire import messages as m
-from tests.support.posted import NBYTES
+from tests.support.posted import NBYTES, fresh, needs_both_ends
 from tests.support.posted_master import CAPACITY, PostedMaster
 
-pytestmark = pytest.mark.skipif(
-    not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
-)
+pytestmark = needs_both_ends
 
 
 @pytest.fixture
 def scene(stack):
     return PostedMaster(stack, "n")
-
-
-def fresh():
-    return secrets.token_bytes(16)
 
 
 def allocate(scene, key, batch):

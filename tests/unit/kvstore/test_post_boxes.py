@@ -13,7 +13,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from kvstore import copying, mailbox, row_loops
+from kvstore import copying, mailbox
+from kvstore.client.post_box import NEVER
 from kvstore.master.posts import LEADS_NS_MAX, ORDER, RING_BYTES, STORE
 from tests.support.posted import (
     CLAIM,
@@ -23,23 +24,17 @@ from tests.support.posted import (
     STATE,
     TAKEN,
     PostScene,
+    fresh,
+    needs_both_ends,
 )
 
 GRANTS, GRANT_BYTES_MAX = 8192, 1024 - 64
-pytestmark = pytest.mark.skipif(
-    not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
-)
+pytestmark = needs_both_ends
 
 
 @pytest.fixture
 def scene(stack):
-    scene = PostScene(stack)
-    scene.lead()
-    return scene
-
-
-def fresh():
-    return secrets.token_bytes(16)
+    return PostScene.leading(stack)
 
 
 def test_what_is_posted_is_taken_in_order_and_once(scene, rng):
@@ -156,7 +151,7 @@ def test_who_is_closed_posts_nothing_more(scene, way):
     assert not hand.post(claimed, 2)
     assert not scene.put(box, fresh(), 3, generation)
     assert not box.order(4, 1, 4096)
-    assert box.generation() == -1
+    assert box.generation() == NEVER
     assert scene.take() == [(1, STORE, key, 1)]
     assert scene.take() == []
     assert scene.office.num_clients == (1 if way == "close" else 0)
@@ -186,7 +181,7 @@ def test_while_not_all_is_known_nothing_is_posted(stack):
     assert not hand.post(key, 1), "what is under way is asked for"
     assert not scene.put(box, key, 2)
     assert not box.order(2, 1, 4096)
-    assert box.generation() >= 0
+    assert box.generation() != NEVER
     scene.lead()
     assert scene.put(box, key, 3, generation), "no place was taken from it"
     assert scene.take() == [(1, STORE, key, 3)]
@@ -196,7 +191,9 @@ def test_whose_time_is_over_takes_nothing(scene):
     box = scene.box(1)
     for until_ns in (0, 1, time.monotonic_ns(), -5):
         scene.office.say(True, until_ns)
-        assert box.generation() == -1 or not until_ns, "who leads next lends another; 0: not said"
+        assert box.generation() == NEVER or not until_ns, (
+            "who leads next lends another; 0: not said"
+        )
         assert not scene.put(box, fresh(), 1)
         assert not box.order(2, 1, 4096)
         assert scene.take() == []
@@ -220,7 +217,7 @@ def test_a_master_whose_process_has_exited_is_asked(scene):
     assert box.order(2, 1, 4096)
     process.communicate(b"\n")
     assert not scene.put(box, last, 3), "it is in memory that nobody reads"
-    assert box.generation() == -1
+    assert box.generation() == NEVER
     assert not scene.put(box, fresh(), 4, 1 << 40)
     assert not box.order(5, 1, 4096)
     assert [entry[3] for entry in scene.take()] == [1, 2, 3], "the last one may count, too"
@@ -232,7 +229,7 @@ def test_an_order_to_a_process_that_has_exited(scene):
     os.close(descriptor)
     process.communicate(b"\n")
     assert not box.order(2, 1, 4096)
-    assert box.generation() == -1
+    assert box.generation() == NEVER
 
 
 def test_places_of_an_earlier_box_are_not_posted_to_a_later_one(scene):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import struct
 
 import pytest
 
-from kvstore import copying, row_loops
 from kvstore.master.posts import RING_BYTES, STORE
 from tests.support.posted import (
     CLOSED,
@@ -20,22 +18,16 @@ from tests.support.posted import (
     STATE,
     TAKEN,
     PostScene,
+    fresh,
+    needs_both_ends,
 )
 
-pytestmark = pytest.mark.skipif(
-    not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
-)
+pytestmark = needs_both_ends
 
 
 @pytest.fixture
 def scene(stack):
-    scene = PostScene(stack)
-    scene.lead()
-    return scene
-
-
-def fresh():
-    return secrets.token_bytes(16)
+    return PostScene.leading(stack)
 
 
 @pytest.mark.parametrize(

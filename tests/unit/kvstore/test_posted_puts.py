@@ -12,19 +12,17 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvstore import Fenced, MasterServer, MasterUnavailable, PutOutcome, copying, row_loops
+from kvstore import Fenced, MasterServer, MasterUnavailable, PutOutcome
 from kvstore.client import post_box, reserved_places
 from kvstore.master import posts as posts_module
 from kvstore.values import place_supply, quick_writes
 from kvstore.wire import messages as m
-from tests.support.posted import HandClient, Table, Words
+from tests.support.posted import HandClient, Table, Words, needs_both_ends
 from tests.support.short_puts import SIZE, STORED, Requests, check_empty, value
 from tests.support.store_pool import WAIT_S, Pool
 from tests.support.waits import eventually
 
-pytestmark = pytest.mark.skipif(
-    not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
-)
+pytestmark = needs_both_ends
 
 EXISTS, CONFLICT = PutOutcome.EXISTS, PutOutcome.CONFLICT
 FOREVER_S = 3600.0
@@ -192,7 +190,7 @@ def test_who_stands_down_takes_what_was_posted_and_no_more(stack, monkeypatch):
     with pytest.raises(MasterUnavailable):
         pool.store.put(late, value(), timeout_s=0.2)
     assert box.waiting() == 0
-    assert box.generation() == -1
+    assert box.generation() == post_box.NEVER
     pool.master.lead(term=1, until_s=math.inf)
     eventually(lambda: pool.master.statistics().nodes == 1, "the node tells what it holds")
     posting.check(pool.store)

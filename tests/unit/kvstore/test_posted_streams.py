@@ -7,16 +7,14 @@ import threading
 
 import pytest
 
-from kvstore import Pin, PutOptions, PutOutcome, copying, row_loops
+from kvstore import Pin, PutOptions, PutOutcome
 from kvstore.client import post_box, reserved_places
 from kvstore.values import hot_places, place_supply
-from tests.support.posted import Table
+from tests.support.posted import Table, needs_both_ends
 from tests.support.short_puts import Requests, check_empty
 from tests.support.store_pool import WAIT_S, Pool
 
-pytestmark = pytest.mark.skipif(
-    not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
-)
+pytestmark = needs_both_ends
 
 SIZES = (300, 4096, 20_000)
 STEPS = 1500

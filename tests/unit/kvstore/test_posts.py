@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import secrets
 
 import pytest
 
-from kvstore import PutOutcome, copying, row_loops
+from kvstore import PutOutcome
+from kvstore.client.post_box import NEVER
 from kvstore.master import posts as posts_module
 from kvstore.master.posts import LEADS_NS_MAX
 from kvstore.wire import messages as m
-from tests.support.posted import NBYTES
+from tests.support.posted import NBYTES, fresh, needs_both_ends
 from tests.support.posted_master import CAPACITY, Place, PostedMaster
 
-pytestmark = pytest.mark.skipif(
-    not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
-)
+pytestmark = needs_both_ends
 
 STORED, FAILED, EXISTS = PutOutcome.STORED, PutOutcome.FAILED, PutOutcome.EXISTS
 CONFLICT, IN_PROGRESS = PutOutcome.CONFLICT, PutOutcome.IN_PROGRESS
@@ -25,10 +23,6 @@ CONFLICT, IN_PROGRESS = PutOutcome.CONFLICT, PutOutcome.IN_PROGRESS
 @pytest.fixture
 def scene(stack):
     return PostedMaster(stack, "n")
-
-
-def fresh():
-    return secrets.token_bytes(16)
 
 
 def fence(scene):
@@ -333,7 +327,7 @@ def test_who_goes_leaves_its_posts_and_no_word(scene):
     scene.posts.end(77)
     assert scene.figures.stored_blocks == 1
     assert scene.table.owners(claimed) == []
-    assert c.box.generation() == -1
+    assert c.box.generation() == NEVER
     assert not c.post(fresh(), other)
     assert scene.there(key, claimed) == [True, False]
 
@@ -349,7 +343,7 @@ def test_the_end_counts_what_was_posted(scene):
     scene.posts.close()
     assert scene.figures.stored_blocks == 5
     assert not set(os.listdir("/proc/self/fd")) - before
-    assert all(c.box.generation() == -1 for c in clients)
+    assert all(c.box.generation() == NEVER for c in clients)
     assert not clients[0].post(fresh(), Place(1, 1 << 40, None, 0))
     assert all(scene.master.step(m.Exists(keys), scene.now).flags)
     scene.open_again()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -11,25 +10,17 @@ import textwrap
 
 import pytest
 
-from kvstore import copying, row_loops
+from kvstore import row_loops
 from kvstore.key_index import make_key_index
 from kvstore.master.posts import BUCKET_BYTES, HEAD_BYTES, LEADS_NS_MAX, RING_BYTES, STORE
-from tests.support.posted import CLAIM, NUMBER, PostScene, print_of
+from tests.support.posted import CLAIM, NUMBER, PostScene, fresh, needs_both_ends, print_of
 
-pytestmark = pytest.mark.skipif(
-    not (row_loops.COMPILED and copying.COMPILED), reason="both ends are compiled"
-)
+pytestmark = needs_both_ends
 
 
 @pytest.fixture
 def scene(stack):
-    scene = PostScene(stack, buckets=64)
-    scene.lead()
-    return scene
-
-
-def fresh():
-    return secrets.token_bytes(16)
+    return PostScene.leading(stack, buckets=64)
 
 
 def colliding(scene, count):
