@@ -197,13 +197,14 @@ def _remember(
 def _recall(
     prints: array[int], numbers: array[int], slots: array[int], names: Sequence[Hashable], /
 ) -> list[int | None]:
-    """Take names out; return their numbers."""
+    """Take names out; return their numbers, None for what is not there (any more)."""
     found: list[int | None] = []
     for name in names:
         wanted = _print_of(name)
         *used, _ = _slots_from(slots, _own_slot(slots, wanted))
         slot = next((slot for slot in used if prints[slots[slot]] == wanted), NOWHERE)
-        found.append(None if slot == NOWHERE else numbers[slots[slot]])
+        number = RETURNED if slot == NOWHERE else numbers[slots[slot]]
+        found.append(None if number == RETURNED else number)
         if slot != NOWHERE:
             numbers[slots[slot]] = RETURNED
             _empty_slot(prints, slots, slot)
@@ -236,11 +237,15 @@ def _close_up(
     kept: int,
     /,
 ) -> int:
-    """Enter what did not return into another ring that has so many; return how many it has then."""
+    """Move what did not return into another ring that has so many; return how many it has then.
+
+    Here it counts as returned from then on: `recall` finds no number of it.
+    """
     del slots
     for i in range(place, end):
         if numbers[i] != RETURNED:
             to_prints[kept], to_numbers[kept] = prints[i], numbers[i]
+            numbers[i] = RETURNED
             _enter_gone(to_prints, to_slots, kept)
             kept += 1
     return kept

@@ -145,15 +145,15 @@ static PyObject *recall(PyObject *module, PyObject *const *args, Py_ssize_t coun
         uint32_t print;
         PyObject *number = NULL;
         if (!print_of(PySequence_Fast_GET_ITEM(names, i), &print)) {
+            int64_t found_number = RETURNED;
             Py_ssize_t slot = find_slot(&gone, print, EMPTY);
-            if (slot == EMPTY) {
-                number = Py_NewRef(Py_None);
-            } else {
-                int32_t place = gone.slots[slot];
-                number = PyLong_FromLongLong(gone.numbers[place]);
-                gone.numbers[place] = RETURNED;
+            if (slot != EMPTY) {
+                found_number = gone.numbers[gone.slots[slot]];
+                gone.numbers[gone.slots[slot]] = RETURNED;
                 empty_slot(&gone, slot);
             }
+            number = found_number == RETURNED ? Py_NewRef(Py_None)
+                                              : PyLong_FromLongLong(found_number);
         }
         if (number)
             PyList_SET_ITEM(found, i, number);
@@ -218,6 +218,7 @@ static PyObject *close_up(PyObject *module, PyObject *const *args, Py_ssize_t co
             break;
         to.prints[kept] = from.prints[place];
         to.numbers[kept] = from.numbers[place];
+        from.numbers[place] = RETURNED; /* its slot stays, and is found in vain */
         enter_gone(&to, (int32_t)kept++);
     }
     give_gone(&from);

@@ -9,6 +9,7 @@ from collections import OrderedDict
 import pytest
 
 from kvstore import row_loops
+from kvstore.eviction import gone as gone_blocks
 from kvstore.eviction.gone import GoneBlocks
 
 LOOPS = ("remember", "recall", "forget", "close_up")
@@ -24,25 +25,49 @@ def loops(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("moved", [1, gone_blocks.MOVED_PER_NAME])
 @pytest.mark.parametrize(("most", "returning"), [(5, 0.5), (300, 0.0), (300, 0.3), (300, 0.9)])
-def test_it_is_a_queue_that_anybody_may_leave(rng, most, returning):
-    gone, model, number = GoneBlocks(), OrderedDict(), 0
+def test_it_is_a_queue_that_anybody_may_leave(rng, monkeypatch, most, returning, moved):
+    monkeypatch.setattr(gone_blocks, "MOVED_PER_NAME", moved)
+    gone, model, number, left = GoneBlocks(), OrderedDict(), 0, []
     for _ in range(600):
         leaving = [name for name in model if rng.random() < returning / 10]
         rng.shuffle(leaving)
-        asked = leaving + [rng.randbytes(16) for _ in range(3)]
+        # Who has left, or was forgotten, is asked for again: also while a ring is followed by one.
+        again = [name for name in rng.sample(left, min(len(left), 40)) if name not in model]
+        asked = leaving + again + [rng.randbytes(16) for _ in range(3)]
         assert gone.returned(asked) == [model.pop(name, None) for name in asked]
         coming = [rng.randbytes(16) for _ in range(rng.randrange(0, most // 2))]
+        coming += leaving[:1]
         numbers = list(range(number, number + len(coming)))
         number += len(coming) + rng.randrange(1 << 40)
         gone.extend(coming, numbers)
         model.update(zip(coming, numbers, strict=True))
+        left = [*left, *coming][-4 * most :]
         length = rng.randrange(most)
         expected = [model.popitem(last=False)[1] for _ in range(max(0, len(model) - length))]
         assert gone.shrink(length) == expected
         assert len(gone) == len(model)
         assert gone._ring._room <= 2 * most + 200
     assert gone.returned(list(model)) == list(model.values())
+    assert len(gone) == 0
+
+
+@pytest.mark.usefixtures("loops")
+def test_who_has_left_while_names_move_is_not_there_again(rng, monkeypatch):
+    monkeypatch.setattr(gone_blocks, "MOVED_PER_NAME", 1)
+    gone, names = GoneBlocks(), [rng.randbytes(16) for _ in range(300)]
+    for number, name in enumerate(names):
+        gone.extend([name], [number])
+    while gone._former is None or gone._moved < 10:
+        names.append(rng.randbytes(16))
+        gone.extend(names[-1:], [len(names) - 1])
+    assert gone.returned(names[:2]) == [0, 1]
+    assert gone.shrink(len(gone) - 3) == [2, 3, 4]
+    assert gone._former is not None, "all names have moved: this shows nothing"
+    assert gone.returned(names[:5]) == [None] * 5
+    assert len(gone) == len(names) - 5
+    assert gone.returned(names) == [None] * 5 + list(range(5, len(names)))
     assert len(gone) == 0
 
 
