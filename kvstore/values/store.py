@@ -21,6 +21,8 @@ from kvstore.client.put_options import DEFAULT, PutOptions
 from kvstore.client.steps import Steps
 from kvstore.client.store_client import NOBODY, StoreClient
 from kvstore.client.tenant import Tenant
+from kvstore.discovery.directory import as_directory
+from kvstore.discovery.finding import directory_of, followed
 from kvstore.keys import block_namespace
 from kvstore.timeouts import check_timeout
 from kvstore.values.get_result import GetOutcome, GetResult
@@ -65,22 +67,36 @@ class Store:
     @classmethod
     def connect(
         cls,
-        masters: str | Sequence[str] | MasterDirectory,
+        masters: str | Sequence[str] | MasterDirectory | None = None,
         *,
         secret: bytes,
         config: KVStoreConfig | None = None,
         transfer: TransferConfig | None = None,
         tenant: Tenant = NOBODY,
     ) -> Store:
-        """Open an engine and a client of its own; `close` ends both. See `StoreClient`."""
+        """Open an engine and a client of its own; `close` ends both.
+
+        Args:
+            masters: As of `StoreClient`. None: where `config.masters` says, which names addresses
+                or an etcd; its records are followed until `close`.
+            secret: The cluster secret.
+            config: The store's knobs.
+            transfer: Those of the engine.
+            tenant: For whom the store acts.
+
+        Raises:
+            ValueError: Nothing says where a master is, or something that is no address.
+        """
+        config = config or KVStoreConfig()
+        directory = directory_of(config.masters) if masters is None else as_directory(masters)
         name = secrets.token_hex(8)
         engine = TransferEngine(transfer or TransferConfig(), name=name, secret=secret)
-        client = StoreClient(
-            engine, masters, config or KVStoreConfig(), secret=secret, tenant=tenant
-        )
+        client = StoreClient(engine, directory, config, secret=secret, tenant=tenant)
 
         engine.on_notify(client.on_notify)
         with ExitStack() as stack:
+            if masters is None:
+                stack.enter_context(followed(directory))
             stack.enter_context(engine)
             stack.enter_context(client)
             store = cls(client)

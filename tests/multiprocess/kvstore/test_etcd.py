@@ -2,13 +2,14 @@
 
 import secrets
 import socket
+import threading
 import time
 
 import pytest
 
-from configs.kvstore_masters import EtcdConfig
-from configs.schema import KVStoreConfig
-from kvstore import MasterServer, MasterUnavailable
+from configs.kvstore_masters import EtcdConfig, KVMastersConfig
+from configs.schema import KVStoreConfig, TransferConfig
+from kvstore import MasterServer, MasterUnavailable, Store, StoreNode
 from kvstore.client.master_map import MasterMap
 from kvstore.discovery.candidacy import Candidacy
 from kvstore.discovery.etcd import EtcdGateway
@@ -17,6 +18,7 @@ from kvstore.errors import EtcdUnavailable
 from kvstore.wire import messages as m
 from kvstore.wire.master_link import MasterLink
 from tests.support.etcd_server import running_etcd
+from transfer import TransferEngine
 
 SECRET = secrets.token_bytes(16)
 WAIT_S = 60.0
@@ -105,6 +107,28 @@ def test_one_leads_and_the_other_takes_over(config):
             until(lambda: directory.masters()[0].address == second.server.address, "second")
             assert masters.ask(m.Exists([b"k" * 16]), m.Present).flags == [False]
             masters.close()
+
+
+def test_a_store_is_connected_by_its_configuration_alone(config, rng):
+    knobs = KVStoreConfig(
+        segment_bytes=4 << 20, request_timeout_s=WAIT_S, masters=KVMastersConfig(etcd=config)
+    )
+    name, value = secrets.token_hex(8), rng.randbytes(rng.randrange(1, 100_000))
+    engine = TransferEngine(TransferConfig(), name=secrets.token_hex(8), secret=SECRET)
+    with EtcdMasters(config, 1) as directory, Master(config) as first:
+        assert first.candidacy.wait(WAIT_S)
+        node = StoreNode(engine, directory, knobs, secret=SECRET)
+        engine.on_notify(node.on_notify)
+        with engine, node, Store.connect(secret=SECRET, config=knobs) as store:
+            assert node.wait_registered(timeout_s=WAIT_S)
+            assert store.put(name, value) == "stored"
+            with Master(config) as second:
+                first.candidacy.close()
+                assert second.candidacy.wait(WAIT_S)
+                first.server.close()
+                assert store.get(name) == value, "asked of the second"
+    watching = [thread for thread in threading.enumerate() if thread.name == "etcd-watch"]
+    assert not watching, "the store follows etcd on after its end"
 
 
 def test_shards_have_masters_of_their_own(config):

@@ -19,16 +19,16 @@ from tests.support.serve_process import CommandProcess
 from transfer import TransferEngine, allocate
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "kvstore-masters.md"
+OF_A_CLUSTER, OF_MASTERS = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 WAIT_S = 60.0
 
 
 def test_the_example_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    exec(compile(program, str(DOCUMENT), "exec"), {})
+    exec(compile(OF_MASTERS, str(DOCUMENT), "exec"), {})
     assert capsys.readouterr().out == "[False, False] 2 masters\n"
 
 
-def test_a_master_and_a_node_as_commands(tmp_path):
+def test_a_master_and_a_node_as_commands(tmp_path, monkeypatch, capsys):
     secret = secrets.token_hex(16).encode()
     (tmp_path / "secret").touch(mode=0o600)
     (tmp_path / "secret").write_bytes(secret)
@@ -69,6 +69,11 @@ def test_a_master_and_a_node_as_commands(tmp_path):
             events = {s.labels["event"] for s in told["moe_kvstore_node_events"].samples}
             assert {"scrub_bad", "copies_done"} <= events
             assert told["moe_kvstore_node_index_suspended"].samples[0].value == 0
+            config["kvstore"]["masters"] = {"addresses": [address]}
+            (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(config))
+            monkeypatch.chdir(tmp_path)
+            exec(compile(OF_A_CLUSTER, str(DOCUMENT), "exec"), {})
+            assert capsys.readouterr().out == "stored b'hello'\n"
             for process in (node, master):
                 process.process.terminate()
                 assert process.process.wait(WAIT_S) == 0, process.log.read_text()

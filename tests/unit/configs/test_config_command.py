@@ -45,6 +45,16 @@ def test_check_says_what_it_checked() -> None:
     assert result.output == f"ok: {ROOT / 'examples/tiny-moe'}, 1 workers\n"
 
 
+def test_a_file_for_the_store_alone_needs_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "store.yaml"
+    file.write_text("kvstore: {segments: [{bytes: 65536}], masters: {addresses: ['h:1', 'h:2']}}")
+    result = run("check", "--config", str(file), "--store-only")
+    assert result.exit_code == 0
+    assert result.output == "ok: masters: 2; a node lends dram of 65536 bytes\n"
+    assert "addresses" in run("show", "--config", str(file), "--store-only").output
+    assert "model.path: not set" in run("check", "--config", str(file)).stderr
+
+
 def test_check_lists_problems_and_exits_with_2() -> None:
     result = run("check", "--set", "front.prot=1", "--set", "cluster.workers=0")
     assert result.exit_code == 2

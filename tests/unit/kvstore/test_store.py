@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from configs.kvstore_masters import KVMastersConfig
 from kvstore import (
     GetOutcome,
     InvalidKey,
@@ -16,6 +17,7 @@ from kvstore import (
     PutOptions,
     PutOutcome,
     RegionPiece,
+    Store,
 )
 from tests.support.store_pool import SEGMENT, Pool
 from tests.support.waits import eventually
@@ -43,6 +45,17 @@ def test_what_was_put_is_got(pool, nbytes):
     assert pool.store.get("a name") is None
     assert pool.store.get_into("a name", bytearray(nbytes)) is None
     assert not pool.store.exists("a name")
+
+
+def test_a_configuration_says_where_the_masters_are(pool, rng):
+    masters = KVMastersConfig(addresses=(pool.master.address,))
+    value = rng.randbytes(100)
+    knobs = pool.config.model_copy(update={"masters": masters})
+    with Store.connect(secret=pool.secret, config=knobs) as store:
+        assert store.put("a name", value) == "stored"
+    assert pool.connect().get("a name") == value
+    with pytest.raises(ValueError, match="neither addresses nor etcd.endpoints are set"):
+        Store.connect(secret=pool.secret)
 
 
 def test_values_of_every_kind_are_their_bytes(pool):
