@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from configs.frozen import Frozen
 
@@ -25,7 +25,22 @@ class EventSecurity(StrEnum):
     PLAIN = "plain"
 
 
-Endpoint = Annotated[str, Field(pattern=r"^(tcp://.+:(\d{1,5}|\*)|ipc:///.+)$")]
+SHARD: Final = "{shard}"  # in an endpoint: the number of the master that has it
+PORT_MAX: Final = 65535
+
+
+def _has_port(endpoint: str) -> str:
+    port = endpoint.replace(SHARD, "0").rpartition(":")[2]
+    if port.isdigit() and int(port) > PORT_MAX:
+        raise ValueError(f"there is no port {port}")
+    return endpoint
+
+
+Endpoint = Annotated[
+    str,
+    Field(pattern=r"^(tcp://.+:((\d|\{shard\}){1,5}|\*)|ipc:///.+)$"),
+    AfterValidator(_has_port),
+]
 
 
 class KVEventsConfig(Frozen):
@@ -33,10 +48,11 @@ class KVEventsConfig(Frozen):
 
     enabled: bool = Field(False, description="Tell subscribers which blocks come and go.")
     endpoint: Endpoint = Field(
-        "tcp://127.0.0.1:5557", description="Where events are published; port `*` picks one."
+        "tcp://127.0.0.1:5557",
+        description="Where events are published; `*` picks a port, `{shard}` is the master's number.",
     )
     replay_endpoint: Endpoint = Field(
-        "tcp://127.0.0.1:5558", description="Where missed events are asked for."
+        "tcp://127.0.0.1:5558", description="Where missed events are asked for; likewise."
     )
     topic: str = Field("kv-events", max_length=256, description="First frame of each message.")
     form: EventForm = Field(EventForm.ARRAY, description="How one event is written.")
@@ -57,6 +73,12 @@ class KVEventsConfig(Frozen):
     hwm_batches: int = Field(
         10_000, ge=1, description="Batches waiting for one slow subscriber; beyond it a gap."
     )
+
+    def for_shard(self, shard: int) -> Self:
+        """Return those of one master: `{shard}` in an endpoint is its number."""
+        names = ("endpoint", "replay_endpoint")
+        own = {name: getattr(self, name).replace(SHARD, str(shard)) for name in names}
+        return self.model_copy(update=own)
 
     @model_validator(mode="after")
     def _plain_stays_at_home(self) -> Self:

@@ -13,8 +13,10 @@ until the queue is empty, and then the master tells its whole state (`wants_stat
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -34,6 +36,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 200
 _IDLE_MS = 1000
 _JOIN_S = 10.0
+_IN_USE = " (the endpoints of several masters of one host differ by {shard})"
 # A request is 8 bytes; the frames of the CURVE handshake are larger than that.
 _REQUEST_BYTES_MAX = 4096
 
@@ -147,15 +150,18 @@ class EventPublisher:
 
     # -- its thread ---------------------------------------------------------------------------
 
-    def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        socket.linger = _LINGER_MS
+    def _bind(self, listener: zmq.Socket[bytes], endpoint: str) -> str:
+        listener.linger = _LINGER_MS
         if self._config.security is EventSecurity.CURVE:
-            secure_server(socket, self._secret)
+            secure_server(listener, self._secret)
         try:
-            socket.bind(endpoint)
+            if _is_path_in_use(endpoint):  # ZeroMQ would put its own in the place of that socket
+                raise zmq.ZMQError(errno.EADDRINUSE)
+            listener.bind(endpoint)
         except zmq.ZMQError as error:
-            raise ControlError(f"bind {endpoint}: {error}") from error
-        bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+            hint = _IN_USE if error.errno == errno.EADDRINUSE else ""
+            raise ControlError(f"events: bind {endpoint}: {error}{hint}") from error
+        bound = listener.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         return bound.decode().rstrip("\0")
 
@@ -211,6 +217,19 @@ class EventPublisher:
             form=self._config.form,
             block_tokens=self._config.block_tokens,
         )
+
+
+def _is_path_in_use(endpoint: str) -> bool:
+    """Tell whether somebody listens on an ipc endpoint."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.setblocking(False)
+        try:
+            return caller.connect_ex(path) in (0, errno.EAGAIN)  # that one: a full backlog
+        except OSError:  # too long a path, which `bind` tells
+            return False
 
 
 def _number(sequence: int) -> bytes:

@@ -54,7 +54,7 @@ class MasterServer:
         rebuild_s: How long after its start nodes may be telling it still what they hold; 0 where
             the pool starts with it.
         shard: Its number among the masters of the configuration, to refuse who takes it for
-            another; None: it does not look.
+            another, and in the endpoints of its events; None: it does not look, and is the first.
     """
 
     def __init__(
@@ -331,7 +331,8 @@ class MasterServer:
     def _new_master(self) -> StoreMaster:
         config, log = self._config, None
         if config.events.enabled:
-            self.events = EventPublisher(config.events, secret=self._secret)
+            own = config.events.for_shard(self._shard or 0)
+            self.events = EventPublisher(own, secret=self._secret)
             # Microseconds since the epoch: more than any number that an earlier master reached.
             log = EventLog(first_sequence=time.time_ns() // 1000)
         timing = MasterTiming(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 
 import msgspec
 import pytest
@@ -171,9 +172,42 @@ def test_a_taken_port_is_an_error_and_nothing_is_left():
     EventPublisher(config, secret=b"s").close()
 
 
+def test_a_path_on_which_another_publishes_is_not_taken_away(tmp_path):
+    paths = {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
+    config = KVEventsConfig(**paths)
+    first = EventPublisher(config, secret=b"s")
+    first.open()
+    with pytest.raises(ControlError, match=r"bind ipc.*in use.*\{shard\}"):
+        EventPublisher(config, secret=b"s").open()
+    first.close()
+    (tmp_path / "e").unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as dead:  # of a process that was killed
+        dead.bind(str(tmp_path / "e"))
+    second = EventPublisher(config, secret=b"s")
+    second.open()
+    second.close()
+
+
+def test_masters_with_one_configuration_publish_side_by_side(tmp_path):
+    """Both tell of their own: before, the second one took the first one's path away."""
+    config = KVEventsConfig(
+        enabled=True,
+        endpoint=f"ipc://{tmp_path}/events-{{shard}}",
+        replay_endpoint=f"ipc://{tmp_path}/replay-{{shard}}",
+    )
+    knobs = KVStoreConfig(events=config, masters={"addresses": ["h:1", "h:2"]})
+    with (
+        MasterServer(knobs, secret=b"s", shard=0) as zero,
+        MasterServer(knobs, secret=b"s", shard=1) as one,
+    ):
+        endpoints = [master.events.endpoint for master in (zero, one)]
+        assert endpoints == [f"ipc://{tmp_path}/events-{shard}" for shard in (0, 1)]
+
+
 @pytest.mark.parametrize(
     ("endpoint", "allowed"),
     [
+        ("tcp://127.0.0.1:55{shard}7", True),
         ("tcp://127.0.0.1:5557", True),
         ("tcp://localhost:5557", True),
         ("tcp://[::1]:5557", True),
@@ -193,3 +227,5 @@ def test_plain_stays_on_loopback_unless_told_otherwise(endpoint, allowed):
             KVEventsConfig(endpoint=endpoint, security="plain")
     with pytest.raises(ValidationError):
         KVEventsConfig(endpoint="udp://127.0.0.1:1")
+    with pytest.raises(ValidationError, match="no port 65536"):
+        KVEventsConfig(endpoint="tcp://127.0.0.1:65536")
