@@ -49,7 +49,7 @@ class KVEventsConfig(Frozen):
     enabled: bool = Field(False, description="Tell subscribers which blocks come and go.")
     endpoint: Endpoint = Field(
         "tcp://127.0.0.1:5557",
-        description="Where events are published; `*` picks a port, `{shard}` is the master's number.",
+        description="Where events are published; port `*` is any, `{shard}` the master's number.",
     )
     replay_endpoint: Endpoint = Field(
         "tcp://127.0.0.1:5558", description="Where missed events are asked for; likewise."

@@ -54,7 +54,7 @@ def test_a_configuration_says_where_the_masters_are(pool, rng):
     with Store.connect(secret=pool.secret, config=knobs) as store:
         assert store.put("a name", value) == "stored"
     assert pool.connect().get("a name") == value
-    with pytest.raises(ValueError, match="neither addresses nor etcd.endpoints are set"):
+    with pytest.raises(ValueError, match=r"neither addresses nor etcd\.endpoints are set"):
         Store.connect(secret=pool.secret)
 
 
