@@ -23,7 +23,7 @@ class Admission(StrEnum):
 class CopyBounds(Frozen):
     """Copies by the master's order that one node makes at once."""
 
-    per_node: int = Field(32, ge=1, le=1024, description="Copies under way per source node.")
+    per_node: int = Field(256, ge=1, le=1024, description="Copies under way per source node.")
     bytes_per_node: int = Field(
         64 << 20, ge=1 << 16, description="Bytes of them; one larger copy goes alone."
     )
@@ -49,6 +49,13 @@ class TierPolicy(Frozen):
         0.05, ge=0, lt=1, description="Below this free share, DRAM's next victims go to the SSD."
     )
     demotion_high: float = Field(0.1, gt=0, lt=1, description="They go until this share is free.")
+    overflow_free: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="An SSD with more free than this share takes puts before what it should have "
+        "is evicted from DRAM for them; 1: none does.",
+    )
     promotion_hits: int = Field(
         2, ge=0, description="Hits that bring a block from the SSD to DRAM; 0: none do."
     )

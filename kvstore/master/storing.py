@@ -253,6 +253,7 @@ class Storing:
         candidates = pool.candidates(client, now, avoid=avoid)
         if not candidates.sets or candidates.sets[0][0].medium is m.Medium.SSD:
             return  # a disk takes long: there a request more does not matter
+        candidates = candidates.without_overflow()
         keys, lengths = [NO_KEY] * len(fresh), [length] * len(fresh)
         rows = pool.place_many(keys, lengths, space, candidates)
         while len(rows) < len(fresh):

@@ -15,6 +15,7 @@ before the master's own deadline, which is later than ours.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COPIES_MAX: Final = 64  # asked for at a time
+COPIES_MAX: Final = 256  # asked for at a time
 AGAIN_S: Final = 1.0  # until a master that did not take a report is told again
 
 
@@ -74,6 +75,7 @@ class Copier:
         self._work = CopyWork(engine, segments, keys, buffer_bytes=config.copy_bytes)
         self._changed = threading.Condition()
         self._ready: list[MasterLink] = []
+        self._again_s: dict[MasterLink, float] = {}  # when to ask without having been told
         self._unreported: dict[MasterLink, CopyResults] = {}
         self._turns: dict[MasterLink, int] = {}  # requests that each master answered
         self.under_way = WritesUnderWay()
@@ -128,14 +130,29 @@ class Copier:
     def _next(self) -> MasterLink | None:
         """Wait for a master with work, or with something to be told; None at the end."""
         with self._changed:
-            pause_s = AGAIN_S if self._unreported else None
-            self._changed.wait_for(lambda: self._ready or self._closing.is_set(), timeout=pause_s)
-            if self._closing.is_set():
-                return None
-            return self._ready.pop(0) if self._ready else next(iter(self._unreported))
+            while True:
+                next_link, next_s = min(
+                    self._again_s.items(), key=lambda item: item[1], default=(None, math.inf)
+                )
+                pause_s = max(0.0, next_s - time.monotonic())
+                if self._unreported:
+                    pause_s = min(AGAIN_S, pause_s)
+                self._changed.wait_for(
+                    lambda: self._ready or self._closing.is_set(),
+                    timeout=None if pause_s == math.inf else pause_s,
+                )
+                if self._closing.is_set():
+                    return None
+                if self._ready:
+                    return self._ready.pop(0)
+                if next_link is not None and next_s <= time.monotonic():
+                    return next_link
+                if self._unreported:
+                    return next(iter(self._unreported))
 
     def _serve(self, link: MasterLink) -> None:
         """Ask, copy, report, until there is nothing more to do."""
+        self._again_s.pop(link, None)
         while not self._closing.is_set():
             with self.under_way.begin() as write:
                 copies = self._ask(link, COPIES_MAX)
@@ -170,10 +187,12 @@ class Copier:
             limit=limit,
             turn=turn,
         )
-        copies = link.ask(request, m.Copies).copies
+        reply = link.ask(request, m.Copies)
         self._unreported.pop(link, None)
         self._turns[link] = turn
-        return copies
+        if not reply.copies and reply.again_s > 0:
+            self._again_s[link] = time.monotonic() + reply.again_s
+        return reply.copies
 
     def _report(self, link: MasterLink) -> None:
         try:

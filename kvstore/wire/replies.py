@@ -21,9 +21,10 @@ class Known(msgspec.Struct, frozen=True, tag="known"):
 
 
 class Copies(msgspec.Struct, frozen=True, tag="copies"):
-    """Work for the node that asked."""
+    """Work for the node that asked; if there is none, when to ask again (0: when it is told)."""
 
     copies: list[Copy]
+    again_s: float = 0.0
 
 
 class Entered(msgspec.Struct, frozen=True, tag="entered"):

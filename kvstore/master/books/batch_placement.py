@@ -5,6 +5,8 @@
     victims of other sizes ─▶ what they leave is free: one larger than many blocks, or many
                               smaller ones that lie one behind the other
 
+    disks, before blocks are evicted that should be there: see `Overflow`
+
 What is left then is placed block by block (`SegmentPool.place`).
 """
 
@@ -17,6 +19,7 @@ from typing import Final
 from kvstore.master.books.candidates import Candidates
 from kvstore.master.books.copy_table import CopyTable
 from kvstore.master.books.joined_segments import JoinedSegments
+from kvstore.master.books.overflow import Overflow
 from kvstore.master.books.segment import Segment
 
 RUN_MAX: Final = 15  # evictions of a request in one segment before ages are compared again
@@ -32,6 +35,9 @@ class BatchPlacement:
         of: Says in which segment a row is.
         joined: Segments that are still to be filled.
         clear: See `SegmentPool`.
+
+    Attributes:
+        overflow: See `SegmentPool`.
     """
 
     def __init__(
@@ -45,14 +51,16 @@ class BatchPlacement:
         self._of = of
         self._joined = joined
         self._clear = clear
+        self.overflow: Overflow | None = None
 
     def place(
         self, keys: Sequence[bytes], lengths: Sequence[int], space: int, candidates: Candidates
     ) -> list[int]:
         """Return rows of open copies of the first of these blocks; see `SegmentPool.place_many`."""
         rows: list[int] = []
-        for way in (self._in_free_ranges, self._over_victims, self._where_others_go):
-            if len(rows) == len(keys):
+        ways = self._in_free_ranges, self._on_disks, self._over_victims, self._where_others_go
+        for way in ways:
+            if len(rows) == len(keys) or (candidates.guarded and way == self._over_victims):
                 break
             rest = slice(len(rows), None)
             rows += way(keys[rest], lengths[rest], space, candidates)
@@ -76,6 +84,18 @@ class BatchPlacement:
         if candidates.joined:
             for segment, blocks in Counter(map(self._of, rows)).items():
                 self._joined.placed(blocks, space, segment, candidates)
+        return rows
+
+    def _on_disks(
+        self, keys: Sequence[bytes], lengths: Sequence[int], space: int, candidates: Candidates
+    ) -> list[int]:
+        rows: list[int] = []
+        group = candidates.sets[0] if candidates.overflow and candidates.sets else ()
+        if not group or self.overflow is None or not self.overflow.stops(group):
+            return rows
+        for segment in candidates.overflow:
+            rows += _cut(segment, keys[len(rows) :], lengths[len(rows) :], space)
+        candidates.guarded = len(rows) == len(keys)
         return rows
 
     def _over_victims(

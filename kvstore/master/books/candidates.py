@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Final
 
@@ -32,6 +32,8 @@ class Candidates:
         evicting: Where the last eviction was; it goes on there for `runs_on` further ones, before
             the ages of all are compared again.
         runs_on: See there.
+        overflow: Disks, which take a block before one that should be there is evicted for it.
+        guarded: Nothing of that kind is evicted. Ends when the disks are full.
     """
 
     sets: tuple[tuple[Segment, ...], ...]
@@ -41,10 +43,17 @@ class Candidates:
     full: dict[int, int] = field(default_factory=dict)
     evicting: Segment | None = None
     runs_on: int = 0
+    overflow: tuple[Segment, ...] = ()
+    guarded: bool = False
+
+    def without_overflow(self) -> Candidates:
+        """Return the same for what is not to go to disks, nor to evict what should be there."""
+        return replace(self, full=dict(self.full), overflow=())
 
     def most(self, space: int) -> int:
         """Return what a block of this space takes where it takes most."""
-        return max((s.space_of(space) for group in self.sets for s in group), default=space)
+        groups = (*self.sets, self.overflow)
+        return max((s.space_of(space) for group in groups for s in group), default=space)
 
     def turns(self, blocks: int, space: int) -> Iterator[tuple[Segment, int]]:
         """Say in which turns the segments that come first get blocks of this space, and how many.

@@ -12,6 +12,7 @@ from kvstore.master.books.candidates import Candidates
 from kvstore.master.books.copy_state import FREE
 from kvstore.master.books.copy_table import CopyTable
 from kvstore.master.books.joined_segments import JoinedSegments
+from kvstore.master.books.overflow import Overflow
 from kvstore.master.books.segment import Node, Segment
 from kvstore.wire.messages import Medium, NodeAddress, PutOutcome
 
@@ -41,6 +42,15 @@ class SegmentPool:
         self.all_heard_s = -math.inf  # nobody's silence began before this
         self.doubted: set[str] = set()  # nodes that are not sent readers until they are heard of
         self.fast_bytes = 0  # capacity of all segments that are no disks; read it only
+
+    @property
+    def overflow(self) -> Overflow | None:
+        """When puts go to disks, though there are faster segments; None: never."""
+        return self._batches.overflow
+
+    @overflow.setter
+    def overflow(self, overflow: Overflow) -> None:
+        self._batches.overflow = overflow
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments.values())
@@ -175,8 +185,11 @@ class SegmentPool:
         ]
         if len(usable) == 1 and not media and not self.joined:
             return Candidates(sets=(tuple(usable),), prefer=prefer)
+        overflow: list[Segment] = []
         if not media:  # the slow ones are filled by copies, unless there are no others
             fast = [segment for segment in usable if segment.medium is not Medium.SSD]
+            if fast and len(fast) < len(usable):
+                overflow = self._with_room(usable)
             usable, media = fast or usable, MEDIA
         rank = {medium: position for position, medium in enumerate(media)}
         usable = [segment for segment in usable if segment.medium in rank]
@@ -195,11 +208,22 @@ class SegmentPool:
             else:
                 sets[1 if node is not home else 2].append(segment)
         groups = tuple(tuple(group) for group in sets if group)
+        candidates = Candidates(sets=groups, prefer=prefer)
         if self.joined:
             self.joined.graduate(self, now)
             if groups and not any(segment.node.name in prefer for segment in groups[0]):
-                return self._sparing(groups)
-        return Candidates(sets=groups, prefer=prefer)
+                candidates = self._sparing(groups)
+        if overflow:
+            candidates.guarded = True
+            candidates.overflow = tuple(sorted(overflow, key=lambda s: (s.node is home, order(s))))
+        return candidates
+
+    def _with_room(self, segments: Iterable[Segment]) -> list[Segment]:
+        """Return the disks that take what should not make faster segments evict."""
+        rule = self.overflow
+        if rule is None:
+            return []
+        return [s for s in segments if s.medium is Medium.SSD and rule.has_room(s)]
 
     def _sparing(self, groups: tuple[tuple[Segment, ...], ...]) -> Candidates:
         """Let those that joined have a share of what goes to the best segments, not all."""
@@ -273,8 +297,28 @@ class SegmentPool:
                 if not without:
                     candidates.full[number] = space
             row = self._evict_for(key, length, space, allowed, candidates)
+            if row is None and candidates.overflow and candidates.guarded:
+                row = self._on_disk(key, length, space, candidates, without)
+                if row is None:
+                    candidates.guarded = False
+                    row = self._evict_for(key, length, space, allowed, candidates)
             if row is not None:
                 return row
+        return None
+
+    def _on_disk(
+        self,
+        key: bytes,
+        length: int,
+        space: int,
+        candidates: Candidates,
+        without: Collection[str],
+    ) -> int | None:
+        for segment in candidates.overflow:
+            if segment.node.domain not in without and segment.may_fit(segment.space_of(space)):
+                row = segment.place(key, length, space)
+                if row is not None:
+                    return row
         return None
 
     def _evict_for(
@@ -308,8 +352,10 @@ class SegmentPool:
     ) -> int | None:
         if not segment.can_make_room(space):
             return None
-        allowance = EVICTED_MAX * space
+        allowance, rule = EVICTED_MAX * space, self.overflow if candidates.guarded else None
         while allowance > 0 and (victim := segment.victim()) is not None:
+            if rule is not None and rule.keeps(victim):
+                return None
             allowance -= self._table.space[victim]
             segment.leave(victim, evicted=True)
             if segment.may_take_over(victim, space):

@@ -97,6 +97,7 @@ class Copying:
         self._ready: dict[str, deque[Started]] = {}  # opened ahead of their turn
         self._started: dict[int, Started] = {}  # in the order of their deadlines; also the ready
         self._busy: dict[str, Counter[int]] = {}  # node -> copy id -> bytes
+        self._busy_bytes: Counter[str] = Counter()  # their sums
         self.counts: Counter[tuple[Purpose, Outcome]] = Counter()
 
     def __len__(self) -> int:
@@ -246,6 +247,8 @@ class Copying:
         busy = {copy_id for copies in self._busy.values() for copy_id in copies}
         if busy != set(self._started):
             self._fail("the copies under way are not those of the nodes")
+        if self._busy_bytes != {node: sum(copies.values()) for node, copies in self._busy.items()}:
+            self._fail("the bytes under way are miscounted")
         for node, copies in self._busy.items():
             many = len(copies) > 1 and sum(copies.values()) > self._bounds.bytes_per_node
             if len(copies) > self._bounds.per_node or many:
@@ -298,6 +301,7 @@ class Copying:
             self._moving[order.key] = order
             self._started[copy_id] = copy
             self._busy.setdefault(node, Counter())[copy_id] = nbytes
+            self._busy_bytes[node] += nbytes
             return copy
         self._end(order, Outcome.NO_SPACE)
         return None
@@ -334,9 +338,10 @@ class Copying:
     def _remove(self, copy: Started) -> None:
         del self._started[copy.copy_id]
         copies = self._busy[copy.node]
-        del copies[copy.copy_id]
+        self._busy_bytes[copy.node] -= copies.pop(copy.copy_id)
         if not copies:
             del self._busy[copy.node]
+            del self._busy_bytes[copy.node]
         ready = self._ready.get(copy.node)
         if ready is not None and copy in ready:
             ready.remove(copy)
@@ -352,7 +357,7 @@ class Copying:
         copies = self._busy.get(node)
         if not copies:
             return True
-        fits = sum(copies.values()) + nbytes <= self._bounds.bytes_per_node
+        fits = self._busy_bytes[node] + nbytes <= self._bounds.bytes_per_node
         return fits and len(copies) < self._bounds.per_node
 
     def _forget_if_idle(self, node: str) -> None:

@@ -115,6 +115,7 @@ class Planning:
             )
         finally:
             self._is_reporting = False
+        again_s = self._tiering.advance_node(request.node, now) if request.limit else 0.0
         started = self._copying.start(request.node, limit=request.limit, now=now)
         orders = []
         for copy in started:
@@ -123,7 +124,7 @@ class Planning:
             if order is not None:
                 orders.append(order)
         self._told[request.node] = (request.turn, orders)
-        return m.Copies(orders)
+        return m.Copies(orders, again_s)
 
     def _ended(self, order: CopyOrder, outcome: Outcome) -> None:
         if outcome is Outcome.DONE:

@@ -35,7 +35,7 @@ def read(member, keys, at):
         offset = np.array([at + position * BLOCK])
         assert member.client.get_into(hit, member.region, offset) == 1
         member.client.release(hit)
-    return bytes(member.bytes[at : at + len(keys) * BLOCK])
+    return member.bytes[at : at + len(keys) * BLOCK].numpy().tobytes()
 
 
 @pytest.mark.parametrize("eviction", [Eviction.LRU, Eviction.PREFIX_AWARE])
@@ -49,7 +49,7 @@ def test_blocks_under_pressure_are_demoted_and_hot_ones_come_back(tmp_path, stac
         segments=[{"bytes": DRAM}, {"medium": "ssd", "bytes": SSD, "path": tmp_path / "slab"}],
         policies={"tiers": {"demotion_low": LOW, "demotion_high": HIGH, "promotion_hits": 2}},
     )
-    content, target = bytes(member.bytes[: BLOCKS * BLOCK]), BLOCKS * BLOCK
+    content, target = member.bytes[: BLOCKS * BLOCK].numpy().tobytes(), BLOCKS * BLOCK
     keys = [secrets.token_bytes(16) for _ in range(BLOCKS)]
     for first in range(0, BLOCKS, BATCH):
         offsets = np.arange(first, first + BATCH) * BLOCK
