@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import compress
 
+from kvstore import row_loops
 from kvstore.checksum import table_bytes
 from kvstore.eviction import new_policy
 from kvstore.master.books.allocator import ALIGNMENT, padded
 from kvstore.master.books.catalog import Catalog
+from kvstore.master.books.copy_state import COMMITTED
 from kvstore.master.books.segment import Node, Segment
 from kvstore.master.timing import MasterTiming
 from kvstore.master.transition import Transition, are_checksums, equally_long, malformed
 from kvstore.wire import messages as m
 
 CHUNK_END = 1 << 32
+STAMP_END = 1 << 63
 NOBODY = ""  # who holds the leases of whom an earlier master knew
 
 
@@ -120,10 +123,11 @@ class Lending:
             held.chunk_bytes or [0] * count,
             held.tenants or [""] * count,
             held.groups or [""] * count,
+            held.stamps or [0] * count,
         )
         adopted: list[int] = []
         plain: list[int] = []  # not pinned, of no group: nearly all
-        for offset, key, length, checksum, pinned, chunk_bytes, tenant, group in sorted(
+        for offset, key, length, checksum, pinned, chunk_bytes, tenant, group, stamp in sorted(
             zip(*columns, strict=True)
         ):
             if length <= 0:
@@ -133,6 +137,7 @@ class Lending:
             if row is None:
                 continue
             catalog.describe([row], [checksum], chunk_bytes, catalog.tenants.named(tenant))
+            catalog.table.told[row] = stamp
             if not pinned and not group:
                 plain.append(row)
                 continue
@@ -143,6 +148,8 @@ class Lending:
                     catalog.pins.strengthen(row, pin, 0.0, now)
         if plain:
             adopted += compress(plain, catalog.attach_all(plain, now))
+        # Of two of one name, told at once, the earlier is none any more.
+        adopted = row_loops.where(catalog.table.state, list(dict.fromkeys(adopted)), COMMITTED)
         if adopted and segment.placeable_s > now:
             # Leases of the last master may run on them, and are respected without being known.
             catalog.lease(NOBODY, adopted, now)
@@ -172,11 +179,13 @@ class Lending:
 
 def _problem(held: m.HeldBlocks) -> str:
     required = (held.keys, held.offsets, held.lengths, held.checksums)
-    optional = (held.pinned, held.chunk_bytes, held.tenants, held.groups)
+    optional = (held.pinned, held.chunk_bytes, held.tenants, held.groups, held.stamps)
     if not equally_long(*required, *(column for column in optional if column)):
         return "columns of different lengths"
     if not are_checksums(held.checksums):
         return "a checksum that is not an unsigned 64-bit number"
+    if held.stamps and not (0 <= min(held.stamps) <= max(held.stamps) < STAMP_END):
+        return "times that nobody can have"
     if held.chunk_bytes and not (0 <= min(held.chunk_bytes) <= max(held.chunk_bytes) < CHUNK_END):
         return "chunks of no sensible size"
     return ""

@@ -33,7 +33,7 @@ def slot_of(offset: Offset) -> Offset:
 
 def block_of(row: Row) -> IndexedBlock:
     """Make a block of what was told of it."""
-    offset, length, key, checksum, pinned, chunk_bytes, tenant, group = row
+    offset, length, key, checksum, pinned, chunk_bytes, tenant, group, stamp = row
     return IndexedBlock(
         offset=offset,
         length=length,
@@ -43,6 +43,7 @@ def block_of(row: Row) -> IndexedBlock:
         chunk_bytes=chunk_bytes,
         tenant=tenant,
         group=group,
+        stamp=stamp,
     )
 
 
@@ -50,7 +51,7 @@ def row_of(block: IndexedBlock) -> Row:
     """Return what `block_of` makes such a block of."""
     return (
         block.offset, block.length, block.key, block.checksum, block.pinned, block.chunk_bytes,
-        block.tenant, block.group,
+        block.tenant, block.group, block.stamp,
     )  # fmt: skip
 
 
@@ -71,8 +72,8 @@ class BlockColumns:
     rows: list[Row]
 
     @classmethod
-    def of(cls, held: HeldBlocks, nbytes: int) -> BlockColumns | None:
-        """Read what a writer says of a segment of this size.
+    def of(cls, held: HeldBlocks, nbytes: int, told_ns: int = 0) -> BlockColumns | None:
+        """Read what a writer says, at this time, of a segment of this size.
 
         Returns:
             None if a block is impossible, a column too short, or two blocks share bytes: then each
@@ -80,7 +81,7 @@ class BlockColumns:
         """
         count = len(held.keys)
         required = (held.offsets, held.lengths, held.checksums)
-        optional = (held.pinned, held.chunk_bytes, held.tenants, held.groups)
+        optional = (held.pinned, held.chunk_bytes, held.tenants, held.groups, held.stamps)
         if any(len(column) != count for column in required) or not count:
             return None
         if any(len(column) not in (0, count) for column in optional):
@@ -96,6 +97,7 @@ class BlockColumns:
                 held.offsets, repeat(length) if same else held.lengths, held.keys, held.checksums,
                 held.pinned or repeat(False), held.chunk_bytes or repeat(0),
                 held.tenants or repeat(""), held.groups or repeat(""),
+                held.stamps or repeat(told_ns),
                 strict=False,  # what repeats has no end
             )
         )  # fmt: skip

@@ -129,6 +129,7 @@ def block_of(copy: Copy, known: IndexedBlock | None) -> IndexedBlock | None:
     )
     if known is not None and block.is_copy_of(known):
         block.pinned, block.tenant, block.group = known.pinned, known.tenant, known.group
+        block.stamp = known.stamp
     return block
 
 

@@ -2,7 +2,7 @@
 
     header   magic | version | segment bytes | slab id | xxh3_64 of these             (64 bytes)
     record   body length (u16) | xxh3_64 of the body, seeded by the slab id (u64) | body
-    body     PUT     kind, pinned, offset, length, checksum, chunk_bytes, key, tenant, group
+    body     PUT     kind, pinned, offset, length, checksum, chunk_bytes, key, stamp, tenant, group
              FORGET  kind, low, high
 
 Replaying the records in their order gives the index. The first record that does not match ends
@@ -41,7 +41,8 @@ HEADER_BYTES: Final = 64
 FRAME: Final = struct.Struct("<HQ")
 PUT_BODY: Final = struct.Struct(f"<BBQQQQ{KEY_BYTES}sH")
 FORGET_BODY: Final = struct.Struct("<BQQ")
-PUT, FORGET = 1, 2
+STAMPED_BODY: Final = struct.Struct(f"<BBQQQQ{KEY_BYTES}sHQ")
+PUT, FORGET, STAMPED = 1, 2, 3  # PUT: of an earlier version, without a stamp
 SLAB_ID_BYTES: Final = 16
 OWNER_ONLY: Final = 0o600
 
@@ -118,7 +119,7 @@ class IndexLog:
             content = _read_all(self._fd)
             self.size = HEADER_BYTES
             for kind, value, end in _records(content, self._seed):
-                if kind == PUT:
+                if kind != FORGET:
                     assert isinstance(value, IndexedBlock)
                     index.record(value)
                 else:
@@ -233,9 +234,11 @@ class IndexLog:
 
 def put_record(row: Row, seed: int) -> bytes:
     """Return the record of a block."""
-    offset, length, key, checksum, pinned, chunk_bytes, tenant_name, group = row
+    offset, length, key, checksum, pinned, chunk_bytes, tenant_name, group, stamp = row
     tenant = tenant_name.encode()
-    body = PUT_BODY.pack(PUT, pinned, offset, length, checksum, chunk_bytes, key, len(tenant))
+    body = STAMPED_BODY.pack(
+        STAMPED, pinned, offset, length, checksum, chunk_bytes, key, len(tenant), stamp
+    )
     return _framed(body + tenant + group.encode(), seed)
 
 
@@ -272,10 +275,13 @@ def _parsed(body: bytes) -> IndexedBlock | tuple[int, int] | None:
     if len(body) == FORGET_BODY.size and body[0] == FORGET:
         _, low, high = FORGET_BODY.unpack(body)
         return low, high
-    if len(body) < PUT_BODY.size or body[0] != PUT:
+    form = {PUT: PUT_BODY, STAMPED: STAMPED_BODY}.get(body[0] if body else 0)
+    if form is None or len(body) < form.size:
         return None
-    _, pinned, offset, length, checksum, chunk_bytes, key, tenant_bytes = PUT_BODY.unpack_from(body)
-    labels = body[PUT_BODY.size :]
+    _, pinned, offset, length, checksum, chunk_bytes, key, tenant_bytes, *stamp = form.unpack_from(
+        body
+    )
+    labels = body[form.size :]
     try:
         tenant, group = labels[:tenant_bytes].decode(), labels[tenant_bytes:].decode()
     except UnicodeDecodeError:
@@ -289,6 +295,7 @@ def _parsed(body: bytes) -> IndexedBlock | tuple[int, int] | None:
         chunk_bytes=chunk_bytes,
         tenant=tenant,
         group=group,
+        stamp=stamp[0] if stamp else 0,
     )
 
 

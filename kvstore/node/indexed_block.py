@@ -25,6 +25,7 @@ class IndexedBlock:
         chunk_bytes: Of its part table; 0 if it has none.
         tenant: Who is charged for it.
         group: What it goes with.
+        stamp: When it was told, as in `HeldBlocks`.
         verified: Whether its bytes were seen to be right in this life of the node.
     """
 
@@ -36,6 +37,7 @@ class IndexedBlock:
     chunk_bytes: int = 0
     tenant: str = ""
     group: str = ""
+    stamp: int = 0
     verified: bool = False
 
     @property
@@ -61,8 +63,13 @@ class IndexedBlock:
         return numbers_make_sense and self.end <= nbytes and 0 <= self.checksum < 1 << 64
 
 
-def blocks_of(held: HeldBlocks) -> Iterator[IndexedBlock]:
-    """Read columns; what has no place in all of the required ones is left out."""
+def blocks_of(held: HeldBlocks, told_ns: int = 0) -> Iterator[IndexedBlock]:
+    """Read columns; what has no place in all of the required ones is left out.
+
+    Args:
+        held: The columns.
+        told_ns: The stamp of all of them, if they have none.
+    """
     required: tuple[Sequence[object], ...] = (
         held.keys,
         held.offsets,
@@ -74,6 +81,7 @@ def blocks_of(held: HeldBlocks) -> Iterator[IndexedBlock]:
     chunks = _filled(held.chunk_bytes, count, default=0)
     tenants = _filled(held.tenants, count, default="")
     groups = _filled(held.groups, count, default="")
+    stamps = _filled(held.stamps, count, default=told_ns)
     for i in range(count):
         yield IndexedBlock(
             offset=held.offsets[i],
@@ -84,6 +92,7 @@ def blocks_of(held: HeldBlocks) -> Iterator[IndexedBlock]:
             chunk_bytes=chunks[i],
             tenant=tenants[i],
             group=groups[i],
+            stamp=stamps[i],
         )
 
 
@@ -93,6 +102,7 @@ def columns_of(blocks: Iterable[IndexedBlock]) -> HeldBlocks:
     chunks = [block.chunk_bytes for block in listed]
     tenants = [block.tenant for block in listed]
     groups = [block.group for block in listed]
+    stamps = [block.stamp for block in listed]
     return HeldBlocks(
         keys=[block.key for block in listed],
         offsets=[block.offset for block in listed],
@@ -102,6 +112,7 @@ def columns_of(blocks: Iterable[IndexedBlock]) -> HeldBlocks:
         chunk_bytes=chunks if any(chunks) else [],
         tenants=tenants if any(tenants) else [],
         groups=groups if any(groups) else [],
+        stamps=stamps if any(stamps) else [],
     )
 
 

@@ -66,21 +66,21 @@ class KeptIndex:
         """Whether there is a log, which `flush` brings up to date."""
         return self._log is not None
 
-    def record(self, held: HeldBlocks) -> int:
-        """Enter what a writer says; return how many were possible."""
+    def record(self, held: HeldBlocks, told_ns: int = 0) -> int:
+        """Enter what a writer says at a time; return how many were possible."""
         if self._log is None:
             with self._lock:
-                return self._index.record_all(held)
+                return self._index.record_all(held, told_ns)
         with self._lock:
             # Columns take longer than a few blocks.
             few = len(held.keys) < COLUMNS_MIN
-            columns = None if few else BlockColumns.of(held, self._index.nbytes)
+            columns = None if few else BlockColumns.of(held, self._index.nbytes, told_ns)
             if columns is not None:
                 entered = self._index.enter(columns)
                 self._note(self._log.put_records(columns.rows))
             else:
                 entered = 0
-                for block in blocks_of(held):
+                for block in blocks_of(held, told_ns):
                     if self._index.record(block):
                         entered += 1
                         self._note(self._log.put_record(block))

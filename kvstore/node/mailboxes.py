@@ -43,6 +43,8 @@ RECENT_BLOCKS_MAX: Final = 1 << 16  # of those together
 
 Said = Note | Row
 
+_EPOCH_NS: Final = time.time_ns() - time.monotonic_ns()
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Mailbox:
@@ -241,15 +243,21 @@ class Mailboxes:
         return msgspec.structs.replace(note, held=columns_of(kept)) if kept else None
 
 
-def joined(said: Iterable[Said]) -> Iterator[HeldBlocks | Unwritten]:
-    """Put together what is said about one segment, in order."""
+def told_at(monotonic_ns: int) -> int:
+    """Return a stamp as `HeldBlocks` has it: those of a node rise whatever its clock is set to."""
+    return monotonic_ns + _EPOCH_NS
+
+
+def joined(said: Iterable[Said]) -> Iterator[tuple[HeldBlocks | Unwritten, int]]:
+    """Put together what is said about one segment, in order; with the time, if rows have none."""
     for kind, run in groupby(said, key=type):
         if kind is tuple:
-            yield columns_of_rows([row for row in run if isinstance(row, tuple)])
-        else:
-            for note in run:
-                assert not isinstance(note, tuple), note
-                yield note if isinstance(note, Unwritten) else note.held
+            yield columns_of_rows([row for row in run if isinstance(row, tuple)]), 0
+            continue
+        for note in run:
+            assert not isinstance(note, tuple), note
+            told_ns = told_at(note.stamp or time.monotonic_ns())
+            yield (note if isinstance(note, Unwritten) else note.held), told_ns
 
 
 def _portions(stamped: list[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
@@ -268,14 +276,14 @@ def _portions(stamped: list[tuple[int, bytes]]) -> Iterator[list[tuple[int, byte
 
 def _read(stamp: int, payload: bytes) -> Iterator[tuple[int, int, Said]]:
     try:
-        read = read_note(payload)
+        read = read_note(payload, told_at(stamp))
     except NoteMalformed as error:
         logger.warning("malformed note in a mailbox: %s", error)
         return
     if isinstance(read, tuple):
         yield stamp, *read
     else:
-        yield stamp, read.segment, read
+        yield stamp, read.segment, msgspec.structs.replace(read, stamp=stamp)
 
 
 def _bounds(said: Said) -> tuple[Sequence[int], Sequence[int]]:

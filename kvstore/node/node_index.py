@@ -21,7 +21,7 @@ class NodeIndex:
     The node is not told what the master evicts; it need not be. A range that was written anew
     replaces what it overlaps, and what is left is believed only if the bytes still match the
     checksum. Blocks that were evicted but not yet overwritten thus come back, which is right: a
-    key names bytes, and these are the bytes.
+    key names bytes, and these are the bytes. Where it names others since, the later stamp tells.
 
     What is told in columns is kept as rows; a block is made of one when somebody asks for it, which
     few are, and stays the same object from then on.
@@ -57,11 +57,11 @@ class NodeIndex:
         is_there = 0 <= offset < self.nbytes and slot_of(offset) in self._blocks
         return self._made(offset) if is_there else None
 
-    def record_all(self, held: HeldBlocks) -> int:
-        """Enter what a writer says of many; return how many were possible."""
-        columns = BlockColumns.of(held, self.nbytes)
+    def record_all(self, held: HeldBlocks, told_ns: int = 0) -> int:
+        """Enter what a writer says of many at a time; return how many were possible."""
+        columns = BlockColumns.of(held, self.nbytes, told_ns)
         if columns is None:
-            return sum(map(self.record, blocks_of(held)))
+            return sum(map(self.record, blocks_of(held, told_ns)))
         return self.enter(columns)
 
     def enter(self, columns: BlockColumns) -> int:

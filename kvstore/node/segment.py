@@ -15,7 +15,7 @@ from kvstore.node.cxl_segment import CxlSegment
 from kvstore.node.dram_segment import DramSegment
 from kvstore.node.indexed_block import IndexedBlock, columns_of
 from kvstore.node.kept_index import IndexFigures, KeptIndex
-from kvstore.node.mailboxes import Said, joined
+from kvstore.node.mailboxes import Said, joined, told_at
 from kvstore.node.rest_questions import Role, Writer
 from kvstore.node.segment_memory import SegmentMemory
 from kvstore.node.ssd_segment import MakeSlab, SsdSegment
@@ -179,14 +179,14 @@ class Segment:
 
     def record(self, held: HeldBlocks) -> int:
         """Remember what a writer says now; return how many blocks were possible."""
-        return self.index.record(held)
+        return self.index.record(held, told_at(time.monotonic_ns()))
 
     def enter(self, notes: Iterable[Said]) -> None:
         """Remember what writers have said, in this order."""
         index = self._opened()
-        for said in joined(notes):
+        for said, told_ns in joined(notes):
             if not isinstance(said, Unwritten):
-                index.record(said)
+                index.record(said, told_ns)
                 continue
             block = index.at(said.offset)
             if block is not None and block.key == said.key:

@@ -326,7 +326,7 @@ class QuickWrites:
         options = value.options
         return (
             place.offset, value.nbytes, value.key, checksum, options.pin is Pin.HARD, 0,
-            self._core.tenant.name, options.group,
+            self._core.tenant.name, options.group, 0,
         )  # fmt: skip
 
     def _not_stored(self, shard: int, request: m.Store, error: KVStoreError) -> PutOutcome:

@@ -93,6 +93,8 @@ class HeldBlocks(msgspec.Struct, frozen=True):
             this part table, so that any chunk can be verified alone.
         tenants: Who is charged for each; "" is nobody in particular.
         groups: Which blocks go together; "" is no group.
+        stamps: When each was told to the node that holds it: nanoseconds since the epoch, by that
+            node's clock; 0: not known. Of two that differ the later is the block.
     """
 
     keys: list[Key] = []
@@ -103,6 +105,7 @@ class HeldBlocks(msgspec.Struct, frozen=True):
     chunk_bytes: list[int] = []
     tenants: list[Label] = []
     groups: list[Label] = []
+    stamps: list[int] = []
 
 
 class Copy(msgspec.Struct, frozen=True):

@@ -87,11 +87,16 @@ class Catalog:
     def attach(self, row: int, *, pin: int, pin_s: float, group: str, now: float) -> bool:
         """Make an OPEN copy a block, or a further copy of one; else free its bytes.
 
-        A further copy is pinned and grouped as the block is.
+        A further copy is pinned and grouped as the block is. One of other bytes takes the place
+        of a block that its node was told of before.
         """
         table, tenant = self.table, self.table.tenant[row]
         key = table.keys[row]
         first = self.index.rows.setdefault(key, row)
+        if first != row and self._supersedes(row, first):
+            for copy in table.copies(first):
+                self.drop(copy)
+            first = self.index.rows.setdefault(key, row)
         if first != row:
             pin, table.group[row] = table.pin[first], table.group[first]
             if table.tenant[first] != tenant or not self.index.attach(row):
@@ -107,6 +112,20 @@ class Catalog:
             table.pin[row] = pin
         self._enter((row,))
         return True
+
+    def _supersedes(self, row: int, known: int) -> bool:
+        """Whether a node tells of other bytes that came later than those another has told of.
+
+        They came after the name had been removed or evicted, of which nodes hear nothing.
+        """
+        told = self.table.told
+        if self.table.tenant[row] != self.table.tenant[known]:
+            return False
+        if self.index.same_bytes(row, known):  # both are as old as the later, which may go
+            told[row] = told[known] = max(told[row], told[known]) if told[known] else 0
+            return False
+        known_told = [told[copy] for copy in self.table.copies(known)]
+        return min(known_told) > 0 and max(known_told) < told[row]
 
     def commit_all(self, batch: PutBatch, places: Sequence[int], now: float) -> list[bool]:
         """Do what `commit` does for each of these, in this order."""

@@ -40,6 +40,8 @@ class CopyTable:
         tenant, group: Numbers in the `TenantBook` and the `GroupBook`; 0 is none.
         sibling: The next copy of the block, in a ring; itself if it is the only one.
         used_at: Stamp of the last use, counted by the catalog.
+        told: When its node was told of it, if the node has said so (`HeldBlocks.stamps`); 0: it was
+            put in this master's time.
         eviction: What the eviction policies keep.
         tenant_older, tenant_newer: Neighbours in the tenant's order of use; see `keep_tenants`.
     """
@@ -64,6 +66,7 @@ class CopyTable:
         "tenant",
         "tenant_newer",
         "tenant_older",
+        "told",
         "used_at",
     )
 
@@ -73,7 +76,7 @@ class CopyTable:
         self.tenant, self.group = array("i"), array("i")
         self.tenant_older, self.tenant_newer = array("i"), array("i")
         self.offset, self.length, self.space = array("q"), array("q"), array("q")
-        self.used_at, self.checksum = array("q"), array("Q")
+        self.used_at, self.told, self.checksum = array("q"), array("q"), array("Q")
         self.chunk_bytes = array("I")
         self.state, self.pin = array("B"), array("B")
         self.eviction = EvictionRows()
@@ -81,7 +84,7 @@ class CopyTable:
         self._columns: tuple[array[int], ...] = (
             *(self.segment, self.leases, self.sibling, self.tenant, self.group),
             *(self.offset, self.length, self.space),
-            *(self.used_at, self.checksum, self.chunk_bytes, self.state, self.pin),
+            *(self.used_at, self.told, self.checksum, self.chunk_bytes, self.state, self.pin),
         )
         self._has_tenants = False
         self._unused: list[int] = []
@@ -109,7 +112,7 @@ class CopyTable:
         self.offset[row] = offset
         self.length[row] = length
         self.space[row] = space
-        self.leases[row] = self.pin[row] = 0
+        self.leases[row] = self.pin[row] = self.told[row] = 0
         self.sibling[row] = row
         return row
 
@@ -131,6 +134,7 @@ class CopyTable:
         row_loops.fill(self.space, rows, space)
         row_loops.fill(self.leases, rows, 0)
         row_loops.fill(self.pin, rows, 0)
+        row_loops.fill(self.told, rows, 0)
         row_loops.scatter(self.sibling, rows, rows)
         return rows
 
@@ -141,6 +145,7 @@ class CopyTable:
         row_loops.scatter(self.length, rows, lengths)
         row_loops.fill(self.state, rows, OPEN)
         row_loops.fill(self.pin, rows, 0)
+        row_loops.fill(self.told, rows, 0)
         row_loops.scatter(self.sibling, rows, rows)
 
     def give_back(self, row: int) -> None:

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from configs.schema import TransferBackend, TransferConfig
+from kvstore import Store
 from kvstore.wire import messages as m
 from tests.support.master_process import (
     WAIT_S,
@@ -146,3 +148,32 @@ def test_a_node_killed_and_started_anew_offers_no_stale_key(stack):
     assert (found, good, equal) == (12, 12, True)
     assert set(places) == {again.name}
     assert cluster.figures().lost_blocks == 12
+
+
+@pytest.mark.parametrize("backend", [TransferBackend.AUTO, TransferBackend.TCP])
+def test_a_name_that_was_removed_and_put_again_keeps_its_later_bytes(stack, rng, backend):
+    """Of what a node holds from before and has not overwritten nothing comes back instead."""
+    cluster = MasterCluster(stack, workers=2, masters={"rebuild_s": 2.0})
+    store = stack.enter_context(
+        Store.connect(
+            [cluster.masters[0].address],
+            secret=cluster.secret,
+            config=cluster.config,
+            transfer=TransferConfig(backend=backend),
+        )
+    )
+    names, values, replaced = [secrets.token_hex(8) for _ in range(120)], {}, 0
+    for name in names:
+        assert store.put(name, secrets.token_bytes(20_000)) == "stored"
+    for _ in range(2):
+        for name in rng.sample(names, 60):
+            assert store.remove(name)
+            values[name] = secrets.token_bytes(rng.choice((20_000, 40_000)))
+            assert store.put(name, values[name]) == "stored"
+            replaced += 1
+    cluster.masters[0].kill()
+    cluster.restart_master(0)
+    eventually(lambda: cluster.figures().nodes == 2, "both have told what they hold")
+    assert replaced == 120
+    assert {name: store.get(name) for name in values} == values
+    assert cluster.figures().corrupt_blocks == 0

@@ -168,7 +168,7 @@ def test_slots_of_offsets_differ_and_are_the_same_in_columns():
 
 def test_offsets_outside_of_the_segment_have_no_block():
     index = NodeIndex(1 << 20)
-    index.record(block_of((4096, 64, secrets.token_bytes(16), 0, False, 0, "", "")))
+    index.record(block_of((4096, 64, secrets.token_bytes(16), 0, False, 0, "", "", 0)))
     assert index.at(4096) is not None
     for offset in (-4096, 4096 + (1 << 62), 4096 + (1 << 74), 1 << 200):
         assert index.at(offset) is None

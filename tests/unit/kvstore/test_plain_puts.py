@@ -88,7 +88,7 @@ def test_the_request_and_the_note_are_those_of_the_other_ways():
         assert target.tobytes() == bytes(start) + wanted + bytes(300 - start), seed
         assert payload == m.encode(m.Store(client, batch, key, nbytes, checksum, following)), seed
         tail, notes = copying.compiled.mailbox_take(box, box_bytes, tail, (1 << 64) - 1)
-        row = (start, nbytes, key, checksum, False, 0, "", "")
+        row = (start, nbytes, key, checksum, False, 0, "", "", 0)
         assert [note for _, note in notes] == [write_row(segment, row)], seed
     del memory
 
