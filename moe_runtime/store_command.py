@@ -314,7 +314,9 @@ def _remote(url: str, token_file: Path | None, authority: Path | None) -> Remote
     from kvstore.admin.tokens import read_token
 
     if token_file is None:
-        raise click.UsageError("--token-file is needed (or --master and --secret-file)")
+        raise click.UsageError(
+            "--token-file (MOE_RUNTIME_STORE_TOKEN_FILE) is needed, or --master and --secret-file"
+        )
     where = url if "://" in url else f"http://{url}"
     problem = _problem_of_url(where)
     if problem is not None:
@@ -338,7 +340,7 @@ def _direct(masters: tuple[str, ...], secret_file: Path | None) -> DirectAdmin:
     from moe_runtime.cluster_secret import SecretInvalid, read_secret
 
     if secret_file is None:
-        raise click.UsageError("--secret-file is needed to ask masters")
+        raise click.UsageError("--master needs --secret-file, the file with the cluster secret")
     try:
         secret = read_secret(ClusterConfig(secret_file=secret_file))
     except SecretInvalid as error:

@@ -110,7 +110,7 @@ def block_table(page: BlockPage, *, with_header: bool) -> Table:
     )
     table.show_header = with_header
     for block in page.blocks:
-        copies = (f"{c.where.node}/{c.where.segment} ({c.where.medium})" for c in block.copies)
+        copies = (f"{copy.node}/{copy.segment} ({copy.medium})" for copy in block.copies)
         table.add_row(
             block.key,
             str(block.nbytes),
@@ -159,7 +159,9 @@ def verify_line(report: VerifyReport) -> str:
 
 def drain_line(node: str, report: DrainReport, *, cancelled: bool) -> str:
     """How far a drain is: one line if it is over, and else what is left, and why."""
-    if cancelled:
+    from kvstore.admin.reports import DrainState  # here: `--help` does without
+
+    if cancelled or report.state is DrainState.CANCELLED:
         return f"{node} is not drained any more; {report.left_blocks} blocks are there"
     if not report.left_blocks:
         return f"{node} is empty; {report.moved_blocks} blocks were moved"

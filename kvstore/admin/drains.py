@@ -7,6 +7,7 @@ moving ──▶ empty          the node may go
 stuck                     nothing moves until one of these happens; the drain goes on
 
 waiting                   only what is being read or written is left: it goes when that ends
+cancelled                 by an administrator, maybe another than who waits: what is left stays
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ UNKNOWN: Final = 404
 class Drainer(Protocol):
     """`StoreAdmin`, or `RemoteAdmin`."""
 
-    def drain(self, node: str, *, cancel: bool = False, fewer_copies: bool = False) -> DrainReport:
+    def drain(
+        self, node: str, *, cancel: bool = False, fewer_copies: bool = False, again: bool = False
+    ) -> DrainReport:
         """Begin, go on with, or cancel a drain; return how far it is."""
 
 
@@ -38,7 +41,9 @@ def report_of(node: str, parts: Sequence[m.Draining]) -> DrainReport:
     no_node = sum(part.no_node_blocks for part in parts)
     no_domain = sum(part.no_domain_blocks for part in parts)
     state = DrainState.MOVING
-    if not left:
+    if any(part.cancelled for part in parts):
+        state = DrainState.CANCELLED
+    elif not left:
         state = DrainState.EMPTY
     elif stuck and stuck + in_use >= left:
         state = DrainState.STUCK
@@ -67,7 +72,7 @@ def watch_drain(
     fewer_copies: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DrainReport:
-    """Drain a node; return when it is empty or stuck, or at the deadline.
+    """Drain a node; return when it is empty, stuck or cancelled, or at the deadline.
 
     Args:
         admin: Whom to ask.
@@ -88,22 +93,22 @@ def watch_drain(
         if is_over(report) or left_s <= 0:
             return report
         time.sleep(min(ASK_S, left_s))
-        report = asked_again(admin, report)
+        report = asked_again(admin, report, fewer_copies=fewer_copies)
 
 
 def is_over(report: DrainReport) -> bool:
     """Tell whether there is nothing to wait for."""
-    return report.state in (DrainState.EMPTY, DrainState.STUCK)
+    return report.state in (DrainState.EMPTY, DrainState.STUCK, DrainState.CANCELLED)
 
 
-def asked_again(admin: Drainer, report: DrainReport) -> DrainReport:
-    """Return how far the drain is by now.
+def asked_again(admin: Drainer, report: DrainReport, *, fewer_copies: bool = False) -> DrainReport:
+    """Return how far the drain is by now. A new master, which knows of none, begins it anew.
 
     Raises:
         As `watch_drain`.
     """
     try:
-        return admin.drain(report.node)
+        return admin.drain(report.node, fewer_copies=fewer_copies, again=True)
     except (AdminRefused, MasterRefused) as error:
         if not _is_gone(error):
             raise
@@ -121,13 +126,15 @@ def empty_node(
 
     Raises:
         DrainStuck: What is left has nowhere to go.
-        DrainIncomplete: Something is left at the deadline (retryable).
+        DrainIncomplete: Something is left at the deadline, or it was cancelled (retryable).
     """
     report = watch_drain(admin, node, timeout_s=timeout_s, fewer_copies=fewer_copies)
     if report.state is DrainState.EMPTY:
         return report
     kind = DrainStuck if report.state is DrainState.STUCK else DrainIncomplete
     problem = report.problem or f"not at its end after {timeout_s:g} s"
+    if report.state is DrainState.CANCELLED:
+        problem = "it was cancelled"
     raise kind(node=node, left_blocks=report.left_blocks, problem=problem)
 
 

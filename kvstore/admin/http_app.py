@@ -58,9 +58,13 @@ class RebalanceOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class DrainOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/store/drains/NODE: one copy elsewhere is enough; false says nothing new."""
+    """Body of POST /v1/store/drains/NODE: one copy elsewhere is enough; false says nothing new.
+
+    `again`: begin nothing anew that somebody cancelled.
+    """
 
     fewer_copies: bool = False
+    again: bool = False
 
 
 class QuotaOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +112,11 @@ def _add_token_check(app: FastAPI, token: str, *, open_metrics: bool) -> None:
             request.headers.get("authorization"), token
         ):
             return await forward(request)
-        return _error(401, "unauthorized", "this needs the administrators' token")
+        given = "Authorization" in request.headers
+        problem = (
+            "not the administrators' token" if given else "this needs the administrators' token"
+        )
+        return _error(401, "unauthorized", problem)
 
 
 def _add_probes(app: FastAPI, admin: StoreAdmin, registry: CollectorRegistry) -> None:
@@ -164,10 +172,11 @@ def _add_orders(app: FastAPI, admin: StoreAdmin) -> None:
         wait_s = _seconds(_query(request, "wait_s"), "wait_s")
         order = await _read(request, DrainOrder)
         deadline_s = time.monotonic() + wait_s
-        report = await asyncio.to_thread(admin.drain, node, fewer_copies=order.fewer_copies)
+        fewer = order.fewer_copies
+        report = await asyncio.to_thread(admin.drain, node, fewer_copies=fewer, again=order.again)
         while not is_over(report) and (left_s := deadline_s - time.monotonic()) > 0:
             await asyncio.sleep(min(ASK_S, left_s))
-            report = await asyncio.to_thread(asked_again, admin, report)
+            report = await asyncio.to_thread(asked_again, admin, report, fewer_copies=fewer)
         return _json(report)
 
     @app.delete(f"{PREFIX}/drains/{{node:path}}")

@@ -114,12 +114,15 @@ class RemoteAdmin:
         """See `StoreAdmin.confirm_dead`."""
         self._ask("POST", f"/writers/{quote(writer, safe='')}/dead", dict[str, Any])
 
-    def drain(self, node: str, *, cancel: bool = False, fewer_copies: bool = False) -> DrainReport:
+    def drain(
+        self, node: str, *, cancel: bool = False, fewer_copies: bool = False, again: bool = False
+    ) -> DrainReport:
         """See `StoreAdmin.drain`."""
         path = f"/drains/{quote(node, safe='')}"
         if cancel:
             return self._ask("DELETE", path, DrainReport)
-        return self._ask("POST", path, DrainReport, json={"fewer_copies": fewer_copies})
+        order = {"fewer_copies": fewer_copies, "again": again}
+        return self._ask("POST", path, DrainReport, json=order)
 
     def rebalance(self, nbytes_max: int) -> RebalanceReport:
         """See `StoreAdmin.rebalance`."""

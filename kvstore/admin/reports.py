@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvstore.wire.messages import NodeAddress, TenantFigures, WriterFigures
+from kvstore.wire.messages import Medium, NodeAddress, TenantFigures, WriterFigures
 
 
 class MasterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,10 +56,18 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one copy of a block lies."""
+    """Where one copy of a block lies: in which segment of which node, and where in it."""
 
-    where: NodeAddress
+    node: str
+    address: str
+    segment: int
+    medium: str
     offset: int
+
+    @property
+    def where(self) -> NodeAddress:
+        """The segment, as messages name it."""
+        return NodeAddress(self.node, self.address, self.segment, Medium(self.medium))
 
 
 class BlockReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +174,7 @@ class DrainState(StrEnum):
 
     MOVING = "moving"
     WAITING = "waiting"
+    CANCELLED = "cancelled"
     STUCK = "stuck"
     EMPTY = "empty"
 
@@ -176,6 +185,7 @@ class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         node: Which one is drained.
         state: `stuck`: as things are it cannot end. `waiting`: only what is in use is left.
+            `cancelled`: somebody did, and what is left stays.
         left_blocks, left_bytes: Still there.
         moved_blocks: Copies that went from there.
         stuck_blocks: Of those left, with nowhere to go; the next three say why.

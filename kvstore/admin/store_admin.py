@@ -172,19 +172,22 @@ class StoreAdmin:
 
     # -- orders -------------------------------------------------------------------------------
 
-    def drain(self, node: str, *, cancel: bool = False, fewer_copies: bool = False) -> DrainReport:
+    def drain(
+        self, node: str, *, cancel: bool = False, fewer_copies: bool = False, again: bool = False
+    ) -> DrainReport:
         """Move everything away from a node, or stop that; return how far it is.
 
         Args:
             node: Its whole name.
             cancel: Stop; what was moved stays where it is.
             fewer_copies: From now on one copy elsewhere is enough, however many were wanted.
+            again: Do not begin anew what somebody cancelled.
 
         Raises:
             MasterRefused: No master knows the node.
             MasterUnavailable: A master did not answer; asking again goes on where it was.
         """
-        request = m.Drain(node, cancel=cancel, fewer_copies=fewer_copies)
+        request = m.Drain(node, cancel=cancel, fewer_copies=fewer_copies, again=again)
         reports: list[m.Draining] = []
         unknown: MasterRefused | None = None
         for link in self._links:
@@ -273,10 +276,20 @@ def _rows(page: m.BlockList) -> Iterator[BlockReport]:
             tenant=page.tenants[i],
             group=page.groups[i],
             copies=[
-                CopyReport(where=page.nodes[node], offset=offset)
+                _copy(page.nodes[node], offset)
                 for node, offset in zip(page.copies[i], offsets, strict=True)
             ],
         )
+
+
+def _copy(where: m.NodeAddress, offset: int) -> CopyReport:
+    return CopyReport(
+        node=where.node,
+        address=where.address,
+        segment=where.segment,
+        medium=str(where.medium),
+        offset=offset,
+    )
 
 
 def _added_up(figures: Sequence[m.SegmentFigures]) -> list[SegmentReport]:

@@ -110,8 +110,8 @@ class Verifier:
         return self._report
 
     def _walk(self) -> VerifyState:
-        blocks = self._admin.status().totals.get("blocks", 0)
-        self._tell(expected_copies=round(blocks * self._options.share))
+        copies = self._admin.status().totals.get("copies", 0)
+        self._tell(expected_copies=round(copies * self._options.share))
         after: str | None = ""
         while after is not None:
             page = self._admin.blocks(after=after, limit=PAGE_BLOCKS)

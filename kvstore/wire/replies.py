@@ -223,7 +223,7 @@ class Draining(msgspec.Struct, frozen=True, tag="draining"):
     `stuck_blocks` of those left have nowhere to go, as things are: there is no other node that
     takes blocks (`no_node_blocks`), each other failure domain has a copy already and their writer
     wanted so many (`no_domain_blocks`), or there is no room. `in_use_blocks` are being read or
-    written, and go when that ends.
+    written, and go when that ends. `cancelled`: it was, and nobody has begun it anew.
     """
 
     left_blocks: int
@@ -233,6 +233,7 @@ class Draining(msgspec.Struct, frozen=True, tag="draining"):
     no_node_blocks: int = 0
     no_domain_blocks: int = 0
     in_use_blocks: int = 0
+    cancelled: bool = False
 
 
 class TenantFigures(msgspec.Struct, frozen=True):

@@ -309,13 +309,14 @@ class ListSegments(msgspec.Struct, frozen=True, tag="list_segments"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Move everything away from a node, so that it can go; `cancel`: no more. Asked again, it
-    tells how far it is. `fewer_copies`: from now on one elsewhere is enough, whatever was wanted.
+    """Move all away from a node; `cancel`: no more; `again`: one that was cancelled stays so. Asked
+    again, it tells how far it is. `fewer_copies`: one elsewhere is enough from now on.
     """
 
     node: Incarnation
     cancel: bool = False
     fewer_copies: bool = False
+    again: bool = False
 
 
 class Rebalance(msgspec.Struct, frozen=True, tag="rebalance"):

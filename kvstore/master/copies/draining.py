@@ -74,19 +74,22 @@ class Draining:
         self._copying = copying
         self._wanted = wanted
         self._drains: dict[str, NodeDrain] = {}
+        self._cancelled: set[str] = set()  # of nodes that are there
 
     def drain(self, request: m.Drain, now: float) -> m.Reply:
         """Begin, go on with, or cancel a drain; say how far it is."""
         node = self._catalog.pool.node(request.node)
         if node is None:
             return m.Refused(m.RefusalReason.UNKNOWN_NODE, f"no node {request.node}")
-        if request.cancel:
+        if request.cancel or (request.again and request.node in self._cancelled):
             node.draining = False
+            self._cancelled.add(request.node)
             ended = self._drains.pop(request.node, NodeDrain())
             for segment in node.segments.values():
                 self._copying.cancel(Purpose.DRAIN, segment.index)
-            return self._report(list(node.segments.values()), ended)
+            return self._report(list(node.segments.values()), ended, cancelled=True)
         node.draining = True
+        self._cancelled.discard(request.node)
         drain = self._drains.setdefault(request.node, NodeDrain())
         if request.fewer_copies and not drain.fewer_copies:
             drain.fewer_copies, drain.look_s = True, now
@@ -115,6 +118,7 @@ class Draining:
     def forget(self, node: str) -> None:
         """A node has gone."""
         self._drains.pop(node, None)
+        self._cancelled.discard(node)
 
     def _go_on(self, name: str, drain: NodeDrain, now: float) -> None:
         node = self._catalog.pool.node(name)
@@ -158,7 +162,9 @@ class Draining:
             return Stuck.NO_NODE
         return Stuck.NO_ROOM if takers - domains else Stuck.NO_DOMAIN
 
-    def _report(self, segments: list[Segment], drain: NodeDrain) -> m.Draining:
+    def _report(
+        self, segments: list[Segment], drain: NodeDrain, *, cancelled: bool = False
+    ) -> m.Draining:
         states = (OPEN, COMMITTED, RETIRED)  # what is read or written here still counts
         table = self._catalog.table
         left = sum(len(table.rows_in(segment.index, *states)) for segment in segments)
@@ -172,4 +178,5 @@ class Draining:
             no_node_blocks=why[Stuck.NO_NODE],
             no_domain_blocks=why[Stuck.NO_DOMAIN],
             in_use_blocks=in_use,
+            cancelled=cancelled,
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 from pydantic import ValidationError
 
@@ -82,7 +83,9 @@ def test_only_the_token_opens(server, master, header):
             answer = client.get(path)
             assert answer.status_code == 401, path
             assert answer.headers["www-authenticate"] == "Bearer"
-            assert answer.json()["error"]["kind"] == "unauthorized"
+            error = answer.json()["error"]
+            assert error["kind"] == "unauthorized"
+            assert error["problem"].startswith("this needs" if header is None else "not the")
         assert client.post("/v1/store/drains/first").status_code == 401
         assert client.get("/live").status_code == 200
     assert master.asked == []
@@ -108,6 +111,11 @@ def test_questions_and_orders(server, master):
         rest = admin.blocks(after=page.next_after, limit=3)
         assert [b.key for b in (*page.blocks, *rest.blocks)] == [k.hex() for k in master.keys]
         assert rest.next_after is None
+        (copy,) = page.blocks[0].copies
+        assert msgspec.to_builtins(copy).keys() == {
+            *("node", "address", "segment", "medium", "offset")
+        }
+        assert copy.where == m.NodeAddress("some-node", "127.0.0.1:1", 0, m.Medium.DRAM)
         assert admin.tenants().tenants[0].quota_bytes == 1000
         admin.set_quota("team", 5)
         assert master.asked[-1] == m.SetQuota("team", 5)
@@ -354,13 +362,14 @@ def test_open_metrics_need_no_token(master, tmp_path):
 
 def test_a_verification_of_unreachable_nodes_says_so(server, master):
     master.segments.clear()
+    master.statistics = figures(blocks=5, copies=7)
     with RemoteAdmin(server.url, token=TOKEN) as admin:
         job_id = admin.verify(VerifyOptions())
         deadline = time.monotonic() + 60.0
         while (report := admin.verification(job_id)).state is VerifyState.RUNNING:
             assert time.monotonic() < deadline
         assert report.state is VerifyState.DONE
-        assert (report.bad_copies, report.checked_copies) == (5, 0)
+        assert (report.bad_copies, report.checked_copies, report.expected_copies) == (5, 0, 7)
         assert {bad.key for bad in report.bad} == {key.hex() for key in master.keys}
 
 

@@ -123,6 +123,24 @@ def test_a_cancelled_drain_forgets_what_was_said():
     assert drained(pool).no_domain_blocks == 3, "this one did not say that fewer will do"
 
 
+def test_who_waits_for_a_drain_does_not_undo_that_another_cancelled_it():
+    pool = quiet_pool(a=64, b=64)
+    pool.put(fresh(3), replicas=2)
+    assert not pool.step(m.Drain("a", again=True)).cancelled, "a new master knows of none: begun"
+    pool.step(m.Drain("a", cancel=True))
+    for _ in range(2):
+        report = pool.step(m.Drain("a", again=True, fewer_copies=True), later=1.1)
+        assert (report.cancelled, report.left_blocks) == (True, 3)
+    (segment,) = [s for s in pool.step(m.ListSegments()).segments if s.where.node == "a"]
+    assert not segment.draining
+    assert not pool.step(m.Drain("a")).cancelled, "begun anew"
+    assert drained(pool).no_domain_blocks == 3
+    pool.step(m.Drain("a", cancel=True))
+    pool.step(m.Leave("a"))
+    pool.join("a", 64)
+    assert not pool.step(m.Drain("a", again=True)).cancelled, "another life of that name"
+
+
 @pytest.mark.parametrize("seed", [random.randrange(1 << 32) for _ in range(8)])
 def test_what_is_left_is_stuck_or_in_use(seed):
     """Whatever pool it is: once nothing moves any more, each block left has its reason."""
@@ -169,7 +187,7 @@ class Scripted:
     def __init__(self, *parts):
         self.parts = list(parts)
 
-    def drain(self, node, *, cancel=False, fewer_copies=False):
+    def drain(self, node, *, cancel=False, fewer_copies=False, again=False):
         part = self.parts.pop(0) if len(self.parts) > 1 else self.parts[0]
         if isinstance(part, Exception):
             raise part
@@ -189,6 +207,14 @@ def test_what_is_in_use_is_waited_for_until_the_deadline():
     with pytest.raises(DrainIncomplete, match="not at its end after 0 s"):
         empty_node(Scripted(m.Draining(2, 20, 5, 0)), "n", timeout_s=0)
     assert empty_node(Scripted(waiting, m.Draining(0, 0, 7, 0)), "n", timeout_s=60).left_blocks == 0
+
+
+def test_the_wait_ends_where_another_cancels():
+    script = Scripted(m.Draining(2, 20, 5, 0), m.Draining(2, 20, 0, 0, cancelled=True))
+    with pytest.raises(DrainIncomplete, match="2 blocks are left on n: it was cancelled"):
+        empty_node(script, "n", timeout_s=60)
+    empty = m.Draining(0, 0, 0, 0, cancelled=True)
+    assert watch_drain(Scripted(empty), "n", timeout_s=60).state is DrainState.CANCELLED
 
 
 @pytest.mark.parametrize("direct", [True, False])
