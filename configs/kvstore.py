@@ -58,6 +58,12 @@ class KVStoreConfig(Frozen):
     lease_s: float = Field(
         10.0, gt=0, description="How long a looked-up block is safe from eviction."
     )
+    view_bytes: int = Field(
+        1 << 30,
+        ge=0,
+        description="Most bytes of the pool that one client reads in place at a time: as long as it"
+        " does, they are not evicted.",
+    )
     eviction: Eviction = Field(Eviction.LRU, description="Which blocks make room for others.")
     request_timeout_s: float = Field(
         2.0, gt=0, description="Deadline of one request to the store master."

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvstore.errors import InvariantViolated as InvariantViolated
     from kvstore.errors import KVStoreError as KVStoreError
     from kvstore.errors import LeaseExpired as LeaseExpired
+    from kvstore.errors import LeaseLost as LeaseLost
     from kvstore.errors import MasterRefused as MasterRefused
     from kvstore.errors import MasterUnavailable as MasterUnavailable
     from kvstore.errors import NodeUnreachable as NodeUnreachable
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvstore.errors import StoreClosed as StoreClosed
     from kvstore.errors import TenantRefused as TenantRefused
     from kvstore.errors import TooManyHolds as TooManyHolds
+    from kvstore.errors import TooManyViews as TooManyViews
     from kvstore.keys import KEY_BYTES as KEY_BYTES
     from kvstore.keys import block_namespace as block_namespace
     from kvstore.keys import named_key as named_key
@@ -67,6 +69,7 @@ _HOME = {
     "KEY_BYTES": "keys",
     "KVStoreError": "errors",
     "LeaseExpired": "errors",
+    "LeaseLost": "errors",
     "MasterRefused": "errors",
     "MasterServer": "master.master_server",
     "MasterStatistics": "wire.messages",
@@ -89,6 +92,7 @@ _HOME = {
     "Tenant": "client.tenant",
     "TenantRefused": "errors",
     "TooManyHolds": "errors",
+    "TooManyViews": "errors",
     "WriteThrough": "client.write_through",
     "block_namespace": "keys",
     "named_key": "keys",

@@ -95,6 +95,13 @@ def checksum_column(memory: Bytes, offsets: Ints, lengths: Ints) -> Sums:
     return np.array(found, dtype=np.uint64)
 
 
+def checksum_of(memory: Bytes, offset: int, nbytes: int) -> int:
+    """Return the xxh3_64 of one piece; otherwise as `checksum_column`."""
+    if compiled is not None and nbytes > _native.SHORT_BYTES:
+        return _native.sum_one(memory, offset, nbytes)
+    return xxhash.xxh3_64_intdigest(memory.data[offset : offset + nbytes])
+
+
 def copy_with_checksums(
     target: Bytes,
     source: Bytes,

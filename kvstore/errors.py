@@ -6,12 +6,14 @@
     ├── Fenced
     ├── TenantRefused
     ├── LeaseExpired           (retryable)
+    ├── LeaseLost              (retryable)
     ├── NodeUnreachable        (retryable)
     ├── BlockUnreachable       (retryable)
     ├── BlockCorrupt
     ├── InvalidKey             (a ValueError)
     ├── InvalidValue           (a ValueError)
     ├── TooManyHolds
+    ├── TooManyViews
     ├── SegmentUnusable
     ├── StoreClosed
     ├── EtcdUnavailable        (retryable)
@@ -104,6 +106,20 @@ class LeaseExpired(KVStoreError):
         return f"lease {self.lease_id} ended {self.late_s:.3g} s before the copy did"
 
 
+class LeaseLost(KVStoreError):
+    """Bytes that were read in place may not have been the right ones to the end: nobody kept them
+    there any more. What was made of them does not count.
+    """
+
+    retryable = True
+
+    lease_id: int
+    problem: str
+
+    def _message(self) -> str:
+        return f"lease {self.lease_id} {self.problem}: what was read in place may have changed"
+
+
 class NodeUnreachable(KVStoreError):
     """A store node could not be connected, or did not offer its segment in time."""
 
@@ -167,6 +183,20 @@ class TooManyHolds(KVStoreError):
 
     def _message(self) -> str:
         return f"{self.held} leases are held already"
+
+
+class TooManyViews(KVStoreError):
+    """A client would keep more bytes of the pool in place than it may (`kvstore.view_bytes`)."""
+
+    nbytes: int
+    held_bytes: int
+    max_bytes: int
+
+    def _message(self) -> str:
+        return (
+            f"a view of {self.nbytes} bytes, where {self.held_bytes} of at most {self.max_bytes} "
+            "are held in place already"
+        )
 
 
 class SegmentUnusable(KVStoreError):

@@ -542,6 +542,35 @@ static PyObject *bytes_summed(PyObject *module, PyObject *const *args, Py_ssize_
     return result ? Py_BuildValue("NK", result, (unsigned long long)sum) : NULL;
 }
 
+PyDoc_STRVAR(sum_one_doc,
+             "sum_one(source, offset, nbytes)\n--\n\nReturn the xxh3_64 of one piece of a buffer.\n\n"
+             "Raises ValueError if it does not lie in it, or is too short.");
+
+static PyObject *sum_one(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    Py_buffer source;
+    PyObject *result = NULL;
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "sum_one takes 3 arguments");
+        return NULL;
+    }
+    Py_ssize_t from = PyLong_AsSsize_t(args[1]), nbytes = PyLong_AsSsize_t(args[2]);
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE))
+        return NULL;
+    if (nbytes <= SHORT_BYTES || from < 0 || nbytes > source.len - from) {
+        PyErr_SetString(PyExc_ValueError, "a piece that is too short, or not in the source");
+    } else {
+        PyThreadState *state = nbytes >= GIL_BYTES ? PyEval_SaveThread() : NULL;
+        uint64_t sum = pass(NULL, (const unsigned char *)source.buf + from, (size_t)nbytes, SIZE_MAX);
+        if (state)
+            PyEval_RestoreThread(state);
+        result = PyLong_FromUnsignedLongLong(sum);
+    }
+    PyBuffer_Release(&source);
+    return result;
+}
+
 PyDoc_STRVAR(sums_doc, "sums(base, offsets, lengths)\n--\n\n"
                        "Return the xxh3_64 of each piece, as native uint64.");
 
@@ -596,6 +625,7 @@ static PyMethodDef methods[] = {
     FAST(copy_one_summed),
     FAST(bytes_summed),
     FAST(put_block),
+    FAST(sum_one),
     FAST(sums),
     {"share_copies", share_copies, METH_O, share_copies_doc},
     FAST(mailbox_leave),

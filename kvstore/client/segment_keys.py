@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from kvstore import mailbox
 from kvstore.client.writes_under_way import Target, WritesUnderWay
 from kvstore.errors import NodeUnreachable
 from kvstore.wire.left_notes import Row, columns_of_rows, write_note, write_row
-from kvstore.wire.messages import NodeAddress
+from kvstore.wire.messages import Medium, NodeAddress
 from kvstore.wire.peer_messages import (
     AskAtRest,
     AskSegment,
@@ -67,7 +69,7 @@ class SegmentKeys:
         self._stamped: set[Target] = set()  # with a mailbox, or one that is looked at: say when
         self._noted: set[Target] = set()  # notes go with writes, if these carry any
         self._offered = threading.Condition()
-        self._nothing: tuple[Region, Memory] | None = None  # what a note without bytes comes from
+        self._nothing: tuple[Region, Memory] | None = None  # see `_one_byte`
         self._asking: dict[Target, threading.Lock] = {}
         self._ask_ids = itertools.count(1)
         self._awaited: dict[int, Target] = {}
@@ -95,6 +97,29 @@ class SegmentKeys:
     def known(self, where: NodeAddress) -> RegionKey | None:
         """Return the key to a segment if it need not be asked for."""
         return self._keys.get((where.node, where.segment))
+
+    def memory(self, where: NodeAddress) -> NDArray[np.uint8] | None:
+        """Return a segment's memory if it is this process's, or mapped here already."""
+        if where.node == self._engine.name and self._local_node is not None:
+            return self._local_node.memory(where.segment)
+        key = self._keys.get((where.node, where.segment))
+        mapped = None if key is None else self._engine.in_place(where.node, key)
+        return None if mapped is None else mapped.array
+
+    def map(self, where: NodeAddress, key: RegionKey, offset: int) -> Transfer | None:
+        """Begin to have a segment's memory mapped here; None if it cannot be.
+
+        Args:
+            where: Which segment.
+            key: To it.
+            offset: Of a byte in it.
+
+        Raises:
+            TransferError: It is not reached.
+        """
+        if where.medium is Medium.SSD or self._engine.peer(where.node).backend != "shared_memory":
+            return None
+        return self._engine.read(where.node, self._one_byte(), key, 0, offset, 1)
 
     def get(self, where: NodeAddress, *, deadline_s: float) -> RegionKey:
         """Return the key to a segment, connecting and asking if need be.
@@ -178,12 +203,15 @@ class SegmentKeys:
         payload = write_note(note)
         if len(payload) > NOTE_BYTES_MAX:
             return None
+        return self.write(where, self._one_byte(), key, 0, 0, 0, payload)
+
+    def _one_byte(self) -> Region:
+        """Return memory of which nobody wants to know what lies there."""
         with self._offered:
             if self._nothing is None:
                 memory = allocate(1, huge_pages=False)
                 self._nothing = self._engine.register(memory), memory
-            region, _ = self._nothing
-        return self.write(where, region, key, 0, 0, 0, payload)
+            return self._nothing[0]
 
     def write(
         self,

@@ -37,6 +37,7 @@ from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_direc
 from kvstore.errors import InvalidValue
 from kvstore.values.quick_reads import QuickReads
 from kvstore.values.quick_writes import QuickWrites
+from kvstore.values.views import Views
 from kvstore.wire import messages as m
 from kvstore.wire.messages import Pin, PutOutcome
 from kvstore.wire.peer_messages import TO_CLIENT, decode_to_client
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
     from kvstore.events.chains import Link
     from kvstore.node.store_node import StoreNode
+    from kvstore.values.value_operations import ValueOperations
     from transfer import Region, TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class StoreClient:
             ),
             release=lambda ids: self._link.ask(m.Release(self._name, list(ids)), m.Done),
             on_lost=lambda number: self.core.record.count(lost_leases=number),
+            view_bytes_max=config.view_bytes,
         )
         self.places = ReservedPlaces(
             lambda request, timeout_s: self._link.ask(request, m.Reserved, timeout_s=timeout_s),
@@ -111,6 +114,10 @@ class StoreClient:
     def quick_reads(self) -> QuickReads:
         """Return the short way of single gets, with its own hot places."""
         return QuickReads(self.core, self.driver, self.segments, self.leases)
+
+    def views(self, reads: QuickReads, operations: ValueOperations) -> Views:
+        """Return what opens views of values."""
+        return Views(self.core, self.segments, self.leases, reads, operations)
 
     def quick_writes(self) -> QuickWrites:
         """Return the short way of single puts."""

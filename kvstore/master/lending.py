@@ -10,7 +10,7 @@ from kvstore.checksum import table_bytes
 from kvstore.eviction import new_policy
 from kvstore.master.books.allocator import ALIGNMENT, padded
 from kvstore.master.books.catalog import Catalog
-from kvstore.master.books.copy_state import COMMITTED
+from kvstore.master.books.copy_state import COMMITTED, LOST
 from kvstore.master.books.segment import Node, Segment
 from kvstore.master.timing import MasterTiming
 from kvstore.master.transition import Transition, are_checksums, equally_long, malformed
@@ -82,6 +82,8 @@ class Lending:
 
     def _new_segment(self, request: m.Register, node: Node, now: float) -> Segment:
         table = self._catalog.table
+        if not request.untouched:
+            self._end_lost_leases()
         return Segment(
             self._catalog.pool.next_index(),
             node,
@@ -95,6 +97,16 @@ class Lending:
             table=table,
             policy=new_policy(self._catalog.eviction, table.eviction),
         )
+
+    def _end_lost_leases(self) -> None:
+        """Renew no lease on copies that went with their node: its memory may be in use again.
+
+        They run to their ends, and for so long what a node brings stays in place.
+        """
+        catalog = self._catalog
+        for lease in catalog.leases.running():
+            if row_loops.where(catalog.table.state, lease.rows, LOST):
+                lease.is_last = True
 
     def _hold(self, request: m.Hold, now: float) -> m.Reply:
         node = self._catalog.pool.node(request.node)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -355,6 +356,8 @@ class MasterServer:
             ],
             policies=config.policies,
             last_copy_id=time.time_ns() // 1000,  # as above
+            # Whatever the clocks of two masters show, a lease of one is none of the other's.
+            last_lease_id=secrets.randbits(60),
         )
 
     def _publish(self, events: EventPublisher) -> None:

@@ -68,6 +68,7 @@ class StoreMaster:
         policies: What it does by itself; default: as configured by default.
         last_copy_id: Copies that it orders get higher numbers. Above all of an earlier master, so
             that what nodes report of those means nothing here.
+        last_lease_id: Likewise of leases: no client renews here what it had from another.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class StoreMaster:
         tenants: Sequence[TenantRule] = (),
         policies: PolicyConfig | None = None,
         last_copy_id: int = 0,
+        last_lease_id: int = 0,
     ) -> None:
         self._timing = timing
         self._events = events
@@ -99,6 +101,7 @@ class StoreMaster:
         self._asleep_s = max(timing.lease_s * ASLEEP_SHARE, 2 * timing.heartbeat_s)
         self._pause_s_max = min(timing.silence_s * DEAF_SHARE, self._asleep_s)
         self._catalog.planned.last_id = last_copy_id
+        self._catalog.leases.last_id = last_lease_id
         self._planning = Planning(self._catalog, policies or PolicyConfig())
         abandoned = AbandonedBatches(self._catalog)
         self._settling = Settling(self._catalog)

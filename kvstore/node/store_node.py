@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.copying import sharing_copies
 from kvstore.discovery.directory import MasterDirectory
@@ -203,6 +205,10 @@ class StoreNode:
     def part_with(self, writes: WritesUnderWay) -> None:
         """It writes no more."""
         self._settlement.part_with(writes)
+
+    def memory(self, segment: int = 0) -> NDArray[np.uint8] | None:
+        """Return a segment's bytes, for this process alone; None unless it is open memory."""
+        return self._segment(segment).memory.array
 
     def offer_to(self, name: str, segment: int = 0) -> RegionKey:
         """Return a fresh key to a segment for one client; its earlier one is withdrawn.

@@ -21,8 +21,11 @@ from kvstore.client.steps import Steps
 from kvstore.timeouts import check_timeout
 from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.names import Name, key_of
-from kvstore.values.store import got
+from kvstore.values.value_operations import got
+from kvstore.values.value_view import ValueView
 from kvstore.values.values import Part, Value, nbytes_of, parts_of, target_of
+from kvstore.values.viewing import AsyncViewing
+from kvstore.values.views import VIEW_S_MAX
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
@@ -143,6 +146,22 @@ class AsyncStore:
         steps = self._operations.get([key], timeout_s, hit=found)
         (result,) = await self._driver.run(steps)
         return got(key, result).value
+
+    def view(
+        self, name: Name, *, max_s: float = VIEW_S_MAX, timeout_s: float | None = None
+    ) -> AsyncViewing[ValueView]:
+        """As `Store.view`, for an `async with` block."""
+        check_timeout(timeout_s)
+        check_timeout(max_s)
+        views, key = self._store.views, key_of(name, self._store.namespace)
+
+        async def begin() -> ValueView | None:
+            view = views.open_here(key, ValueView, max_s)
+            if view is not None:
+                return view
+            return await self._driver.run(views.value_steps(key, max_s, timeout_s))
+
+        return AsyncViewing(begin)
 
     async def get_batch(
         self, names: Sequence[Name], *, timeout_s: float | None = None

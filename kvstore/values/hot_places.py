@@ -27,6 +27,9 @@ class HotPlaces:
 
     Args:
         drop: Releases a lease that is not needed any more.
+
+    Attributes:
+        removals: How often places were forgotten. Who had one before must not bring it back.
     """
 
     def __init__(self, drop: Callable[[Lease], None]) -> None:
@@ -35,22 +38,32 @@ class HotPlaces:
         self._places: OrderedDict[bytes, Place] = OrderedDict()
         self._nbytes = 0
         self._seen: OrderedDict[bytes, float] = OrderedDict()  # key -> end of its last lease
+        self.removals = 0
 
     def find(self, key: bytes) -> Place | None:
         """Return the place of a block; its lease may be over."""
         return self._places.get(key)
 
-    def take(self, key: bytes) -> None:
-        """Forget a place whose lease is the caller's from now on."""
+    def take(self, key: bytes) -> Place | None:
+        """Forget a place whose lease is the caller's from now on; return it."""
         with self._lock:
             place = self._places.pop(key, None)
             if place is not None:
                 self._nbytes -= place.nbytes
+            return place
 
-    def offer(self, key: bytes, place: Place) -> None:
-        """Take the lease of a block that was just read, to keep it or to drop it."""
+    def offer(self, key: bytes, place: Place, *, removals: int | None = None) -> None:
+        """Take the lease of a block that was read, to keep it or to drop it.
+
+        Args:
+            key: Its name.
+            place: Where it lies.
+            removals: When it was had, if that was a while ago.
+        """
         with self._lock:
             again = self._seen.pop(key, 0.0) > time.monotonic()
+            if removals is not None and removals != self.removals:
+                again = False
             self._seen[key] = place.lease.deadline_s
             if len(self._seen) > SEEN_MAX:
                 self._seen.popitem(last=False)
@@ -60,9 +73,20 @@ class HotPlaces:
         for lease in over:
             self._drop(lease)
 
+    def bring_back(self, key: bytes, place: Place, removals: int) -> None:
+        """Undo `take`, unless places were forgotten since `removals` was read, or another came."""
+        with self._lock:
+            back = removals == self.removals and key not in self._places
+            if back:
+                self._places[key] = place
+                self._nbytes += place.nbytes
+        if not back:
+            self._drop(place.lease)
+
     def forget(self, keys: Iterable[bytes], *, everything: bool = False) -> None:
         """Ask the master again for these."""
         with self._lock:
+            self.removals += 1
             gone = [self._places.pop(k, None) for k in (list(self._places) if everything else keys)]
             found = [place for place in gone if place is not None]
             self._nbytes -= sum(place.nbytes for place in found)

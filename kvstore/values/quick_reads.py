@@ -162,20 +162,31 @@ class QuickReads:
     ) -> Steps[T | Hit | None]:
         hot = place = self._hot(key)
         if place is None:
-            last, asked_s = self.hot.find(key), time.monotonic()
-            asking = self._core.master.ask(self._lookup(key), m.Located, timeout_s=timeout_s)
-            try:
-                reply = yield from asking
-            except MasterUnavailable:
-                place = _adrift(last)
-                if place is None:
-                    raise
-            else:
-                place = self._found(key, reply, asked_s)
+            place = yield from self.find_steps(key, timeout_s)
             if place is None:
                 return None
         value = yield from read(place)
         return self._judge(key, place, value, was_hot=hot is not None)
+
+    def find_steps(self, key: bytes, timeout_s: float | None) -> Steps[Place | None]:
+        """Ask the master where a block is; None: nowhere.
+
+        While no master answers, the last place will do if its bytes are right.
+
+        Args:
+            key: Not salted yet.
+            timeout_s: For the request.
+        """
+        last, asked_s = self.hot.find(key), time.monotonic()
+        asking = self._core.master.ask(self._lookup(key), m.Located, timeout_s=timeout_s)
+        try:
+            reply = yield from asking
+        except MasterUnavailable:
+            place = _adrift(last)
+            if place is None:
+                raise
+            return place
+        return self._found(key, reply, asked_s)
 
     def _judge(self, key: bytes, place: Place, value: T | None, *, was_hot: bool) -> T | Hit:
         """Count what was read; a hit for the long way if nothing was."""

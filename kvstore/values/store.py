@@ -28,8 +28,11 @@ from kvstore.timeouts import check_timeout
 from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.local_memory import LocalMemory
 from kvstore.values.names import Name, key_of
-from kvstore.values.value_operations import ValueOperations, failure
+from kvstore.values.value_operations import ValueOperations, got
+from kvstore.values.value_view import ValueView
 from kvstore.values.values import Part, RegionPiece, Value, nbytes_of, parts_of, target_of
+from kvstore.values.viewing import Viewing
+from kvstore.values.views import VIEW_S_MAX
 from kvstore.wire.messages import Pin, PutOutcome
 from transfer import TransferEngine
 
@@ -62,6 +65,7 @@ class Store:
         self.operations = ValueOperations(
             client.core, self._memory, client.leases, self.quick_reads.hot, namespace
         )
+        self.views = client.views(self.quick_reads, self.operations)
         self._stack = ExitStack()
 
     @classmethod
@@ -256,6 +260,42 @@ class Store:
         (result,) = self.client.driver.run(steps)
         return got(key, result).value
 
+    def view(
+        self, name: Name, *, max_s: float = VIEW_S_MAX, timeout_s: float | None = None
+    ) -> Viewing[ValueView]:
+        """Read a value where it lies, without a copy of it; for a `with` block.
+
+            with store.view("name") as value:  # None if it is not there
+                gpu.copy_from(value.memory)    # a read-only memoryview, verified
+
+        Its place is leased until the block ends, and longer if something that was made of
+        `value.memory` lives on. What is not in memory that is mapped here (of another host, on a
+        disk, over tcp) is copied into memory of its own, as `value.in_place` says. A client holds
+        at most `kvstore.view_bytes` in place: nobody else can have that space meanwhile.
+
+        Args:
+            name: Of the value.
+            max_s: After this its place is not kept any more, even if it is still viewed.
+            timeout_s: To find and verify it.
+
+        Raises:
+            LeaseLost: At the end of the block: the bytes may have become others (retryable).
+            TooManyViews, TooManyHolds: Others must be closed first.
+            As `get`: At its beginning.
+        """
+        if timeout_s is not None or max_s != VIEW_S_MAX:  # as in `get`
+            check_timeout(timeout_s)
+            check_timeout(max_s)
+        key = key_of(name, self.namespace)
+
+        def begin() -> ValueView | None:
+            view = self.views.open_hot(key, ValueView, max_s)
+            if view is not None:
+                return view
+            return self.client.driver.run(self.views.value_steps(key, max_s, timeout_s))
+
+        return Viewing(begin)
+
     def get_batch(
         self, names: Sequence[Name], *, timeout_s: float | None = None
     ) -> list[GetResult]:
@@ -307,10 +347,3 @@ class Store:
     def exists_batch(self, names: Sequence[Name], *, timeout_s: float | None = None) -> list[bool]:
         """Tell which values are there now."""
         return self.client.driver.run(self.operations.exists(names, timeout_s))
-
-
-def got(key: bytes, result: GetResult) -> GetResult:
-    """Return a hit or a miss; raise what else became of a get of this key."""
-    if result.outcome in (GetOutcome.HIT, GetOutcome.MISS):
-        return result
-    raise failure(key, result.outcome)

@@ -234,6 +234,13 @@ def failure(key: bytes, outcome: GetOutcome) -> KVStoreError:
     return BlockUnreachable(key=key)
 
 
+def got(key: bytes, result: GetResult) -> GetResult:
+    """Return a hit or a miss; raise what else became of a get of this key."""
+    if result.outcome in (GetOutcome.HIT, GetOutcome.MISS):
+        return result
+    raise failure(key, result.outcome)
+
+
 def _outcomes(hit: Hit, copied: Copied) -> list[GetOutcome]:
     outcomes = [GetOutcome.HIT] * hit.num_blocks
     for row in copied.unreached:

@@ -8,17 +8,21 @@ master from when it handles it: the reader always gives up first, whatever the t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """The right of one client to read these copies until `deadline_s` of the awake time."""
+    """The right of one client to read these copies until `deadline_s` of the awake time.
+
+    `is_last`: It is not renewed any more.
+    """
 
     client: str
     deadline_s: float
     rows: Sequence[int]
+    is_last: bool = False
 
 
 class LeaseTable:
@@ -29,12 +33,15 @@ class LeaseTable:
 
     Args:
         duration_s: How long a lease lasts unless released or renewed.
+
+    Attributes:
+        last_id: Leases get higher numbers.
     """
 
     def __init__(self, duration_s: float) -> None:
         self.duration_s = duration_s
         self._leases: OrderedDict[int, Lease] = OrderedDict()  # in the order of their ends
-        self._last_id = 0
+        self.last_id = 0
         self._excused_s = 0.0
 
     def __len__(self) -> int:
@@ -50,19 +57,23 @@ class LeaseTable:
 
     def grant(self, client: str, rows: Sequence[int], now: float) -> int:
         """Lease the copies to the client from now on; return the lease's id."""
-        self._last_id += 1
+        self.last_id += 1
         deadline_s = now - self._excused_s + self.duration_s
-        self._leases[self._last_id] = Lease(client=client, deadline_s=deadline_s, rows=rows)
-        return self._last_id
+        self._leases[self.last_id] = Lease(client=client, deadline_s=deadline_s, rows=rows)
+        return self.last_id
 
     def renew(self, client: str, lease_id: int, now: float) -> bool:
         """Start a lease's time again; False if it is not running, or another's."""
         lease = self._leases.get(lease_id)
-        if lease is None or lease.client != client:
+        if lease is None or lease.client != client or lease.is_last:
             return False
         lease.deadline_s = now - self._excused_s + self.duration_s
         self._leases.move_to_end(lease_id)
         return True
+
+    def running(self) -> Iterable[Lease]:
+        """All of them."""
+        return self._leases.values()
 
     def release(self, client: str, lease_id: int) -> Lease | None:
         """End and return a lease of this client; unknown and ended ones are ignored."""

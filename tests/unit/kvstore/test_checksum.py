@@ -11,6 +11,7 @@ import xxhash
 from kvstore.checksum import (
     block_checksums,
     joined_checksum,
+    lies_right,
     part_table,
     table_bytes,
     table_checksum,
@@ -56,3 +57,25 @@ def test_any_flipped_bit_is_seen(chunk_bytes):
         damaged[place] ^= 1 << np.random.default_rng().integers(0, 8)
         assert not verify_stored(damaged, 1001, checksum, chunk_bytes), place
     assert not verify_stored(stored, 1001, checksum ^ 1, chunk_bytes)
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 1, 240, 241, 1000, 5000])
+def test_a_block_is_verified_where_it_lies(chunk_bytes):
+    memory = random_bytes(60_000)
+    for nbytes in (1, 240, 241, 3000, 4999):
+        offset = int(np.random.default_rng().integers(0, 3000))
+        payload = memory[offset : offset + nbytes]
+        checksum = xxhash.xxh3_64_intdigest(payload.tobytes())
+        stored_bytes = nbytes
+        if chunk_bytes:
+            table = part_table([payload], chunk_bytes)
+            memory[offset + nbytes :][: len(table)] = table
+            checksum, stored_bytes = table_checksum(table), nbytes + len(table)
+            assert len(table) == table_bytes(nbytes, chunk_bytes)
+        assert lies_right(memory, offset, nbytes, checksum, chunk_bytes)
+        for at in (offset, offset + nbytes - 1, offset + stored_bytes - 1):
+            memory[at] ^= 1
+            assert not lies_right(memory, offset, nbytes, checksum, chunk_bytes)
+            memory[at] ^= 1
+        for start in (-1, len(memory) - stored_bytes + 1, len(memory) + 5):
+            assert not lies_right(memory, start, nbytes, checksum, chunk_bytes)

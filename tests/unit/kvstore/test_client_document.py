@@ -23,6 +23,7 @@ def test_values(capsys):
         "15 bytes",
         "stored torch.Size([3, 3])",
         "['hit', 'miss']",
+        "b'hello' in place",
         "1 removed by group",
     ]
 

@@ -1,0 +1,123 @@
+"""One value, read where it lies in the pool if that can be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.checksum import lies_right
+from kvstore.client.lease import Lease
+from kvstore.client.place import Place
+from kvstore.client.view import View, release_all
+
+if TYPE_CHECKING:
+    from kvstore.client.lease_keeper import LeaseKeeper
+    from kvstore.values.hot_places import HotPlaces
+
+
+class Origin(NamedTuple):  # made for each view: a tuple is made fastest
+    """Where a value lies, and whose its place is.
+
+    Attributes:
+        key: Not salted.
+        place: With the lease, which is the view's.
+        segment: [.] uint8, the memory that it lies in.
+        hot: Gets the place when it is not viewed any more.
+        removals: Of `hot`, when the place was had.
+        was_hot: It was had from there.
+        until_s: End of the lease then.
+    """
+
+    key: bytes
+    place: Place
+    segment: NDArray[np.uint8]
+    hot: HotPlaces
+    removals: int
+    was_hot: bool
+    until_s: float
+
+
+class PlacedView(View):
+    """What views of one value share.
+
+    Args:
+        keeper: Renews the lease.
+        seen: See `View`.
+        origin: Where the value lies in the pool; None if it was copied.
+    """
+
+    __slots__ = ("_origin",)
+
+    def __init__(self, keeper: LeaseKeeper, seen: object, origin: Origin | None) -> None:
+        super().__init__(None if origin is None else origin.place.lease, keeper, seen)
+        self._origin = origin
+
+    def lies_right(self) -> bool:
+        """See `View`."""
+        return self._origin is None or is_right(self._origin)
+
+    def _give_back(self, lease: Lease) -> None:
+        assert self._origin is not None, lease.lease_id
+        give_back(self._origin, self._keeper)
+
+
+class ValueView(PlacedView):
+    """A value's bytes, verified and read-only. Made by `Store.view`; see `View`.
+
+    Args:
+        value: The bytes; of an array, nobody else has this object.
+        keeper: Renews the lease.
+        origin: Where they lie in the pool; None if these are a copy.
+
+    Attributes:
+        nbytes: How many.
+    """
+
+    __slots__ = ("_memory", "nbytes")
+
+    def __init__(
+        self, value: NDArray[np.uint8] | bytes, keeper: LeaseKeeper, origin: Origin | None = None
+    ) -> None:
+        super().__init__(keeper, None if origin is None else value, origin)
+        memory = value.data if isinstance(value, np.ndarray) else memoryview(value)
+        self._memory = memory.toreadonly()
+        self.nbytes = len(value)
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes: read-only, contiguous, of format "B".
+
+        Raises:
+            StoreClosed: The view was closed. What was taken before raises ValueError then.
+        """
+        self._check_open()
+        return self._memory
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def _let_go(self) -> None:
+        release_all([self._memory])
+        del self._memory
+
+
+def is_right(origin: Origin) -> bool:
+    """Sum a value up where it lies."""
+    place = origin.place
+    return lies_right(origin.segment, place.offset, place.nbytes, place.checksum, place.chunk_bytes)
+
+
+def give_back(origin: Origin, keeper: LeaseKeeper) -> None:
+    """Let others read the value under the same lease, if it is read again and again.
+
+    Not under one that was renewed: what somebody else removed would be found for ever.
+    """
+    lease, key, place = origin.place.lease, origin.key, origin.place
+    if lease.lost or lease.deadline_s != origin.until_s:
+        keeper.drop(lease)
+    elif origin.was_hot:  # its time may be over: while no master answers, known places are read on
+        origin.hot.bring_back(key, place, origin.removals)
+    else:
+        origin.hot.offer(key, place, removals=origin.removals)
