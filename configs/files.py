@@ -38,6 +38,10 @@ class FileConfig(Frozen):
         256, ge=1, description="Operations that wait or run; further ones wait for room."
     )
     io_bytes: int = Field(
-        1 << 20, ge=1 << 16, multiple_of=1 << 16, description="Largest single system call."
+        1 << 20,
+        ge=1 << 16,
+        multiple_of=1 << 16,
+        description="Largest system call; up to four that need no buffer and lie behind one "
+        "another in the file are one.",
     )
     operation_timeout_s: float = Field(30.0, gt=0, description="Deadline that no call names.")

@@ -23,6 +23,7 @@ typedef struct Batch {
 
 typedef struct {
     bool moves; /* a thread is at it, and writes */
+    int64_t first, last; /* its calls of the batch */
     int64_t low, high;
 } Flight;
 
@@ -37,6 +38,7 @@ typedef struct {
     pthread_cond_t work;  /* there is something to take, or somebody is called */
     pthread_cond_t moved; /* a call has ended while a run of blocks was wanted */
     CallBatch *first, *last; /* those of which calls are left */
+    int64_t left;            /* calls of all of them */
     Py_ssize_t num_threads;
     Flight *flights; /* of each thread */
     Held *held;      /* runs of blocks that no call may write to */
@@ -45,6 +47,8 @@ typedef struct {
 } CallLine;
 
 enum { SHORT_CALLS = 4 }; /* of each thread: what has no more left is ended first */
+/* So many that lie behind one another in the file are made as one; of all threads together. */
+enum { RUN_CALLS = 4, RUNS_CALLS = 16 };
 
 static void free_batch(CallBatch *batch)
 {
@@ -81,38 +85,64 @@ static void join_line(CallLine *line, CallBatch *batch)
     line->last = batch;
 }
 
-static bool is_held(const CallLine *line, const CallBatch *batch)
+static bool is_held(const CallLine *line, const CallBatch *batch, int64_t index)
 {
     if (!batch->calls.writes)
         return false;
-    int64_t low = batch->calls.lows[batch->next], high = batch->calls.highs[batch->next];
+    int64_t low = batch->calls.lows[index], high = batch->calls.highs[index];
     for (const Held *held = line->held; held != NULL; held = held->other)
         if (held->low < high && low < held->high)
             return true;
     return false;
 }
 
-/* Take the next call; the batch that it is of, or NULL if there is none. Under the lock. */
-static CallBatch *take_call(CallLine *line, Flight *flight, int64_t *index)
+/* How many calls to make as one. The last ones are few at a time, for every thread to have some. */
+static int64_t calls_of_run(const CallLine *line)
+{
+    int64_t share = (line->left + line->num_threads - 1) / line->num_threads;
+    int64_t most = RUNS_CALLS / line->num_threads;
+    if (most > RUN_CALLS)
+        most = RUN_CALLS;
+    return most < share ? most : share;
+}
+
+/* Take the next calls, several if they are one run of the file: a disk has less to do for it, and so
+ * has whoever makes them. The batch that they are of, or NULL if there are none. Under the lock. */
+static CallBatch *take_calls(CallLine *line, Flight *flight)
 {
     CallBatch *batch = line->first;
-    while (batch != NULL && is_held(line, batch))
+    while (batch != NULL && is_held(line, batch, batch->next))
         batch = batch->behind;
     if (batch == NULL)
         return NULL;
-    *index = batch->next++;
+    const FileCalls *calls = &batch->calls;
+    int64_t first = batch->next, last = first + 1, end = first + calls_of_run(line);
+    while (last < calls->num_calls && last < end &&
+           calls->lows[last] == calls->highs[last - 1] && !is_held(line, batch, last))
+        last++;
+    batch->next = last;
+    line->left -= last - first;
     batch->running++;
-    *flight = (Flight){.moves = batch->calls.writes,
-                       .low = batch->calls.lows[*index],
-                       .high = batch->calls.highs[*index]};
-    int64_t left = batch->calls.num_calls - batch->next;
+    *flight = (Flight){.moves = calls->writes, .first = first, .last = last,
+                       .low = calls->lows[first], .high = calls->highs[last - 1]};
+    int64_t left = calls->num_calls - last;
+    batch->turn -= last - first;
     if (left == 0) {
         leave_line(line, batch);
-    } else if (left > SHORT_CALLS * line->num_threads && --batch->turn <= 0) {
+    } else if (left > SHORT_CALLS * line->num_threads && batch->turn <= 0) {
         leave_line(line, batch);
         join_line(line, batch);
     }
     return batch;
+}
+
+/* Let nobody take any more of a batch. Under the lock. */
+static void drop_calls(CallLine *line, CallBatch *batch)
+{
+    if (batch->next < batch->calls.num_calls)
+        leave_line(line, batch);
+    line->left -= batch->calls.num_calls - batch->next;
+    batch->next = batch->calls.num_calls;
 }
 
 /* Note how a call went; whether the batch has ended with it. Under the lock. */
@@ -121,9 +151,7 @@ static bool end_call(CallLine *line, CallBatch *batch, CallEnd end)
     batch->running--;
     if (end.outcome != CALLS_OK && batch->end.outcome == CALLS_OK) {
         batch->end = end;
-        if (batch->next < batch->calls.num_calls)
-            leave_line(line, batch);
-        batch->next = batch->calls.num_calls;
+        drop_calls(line, batch);
     }
     return batch->running == 0 && batch->next == batch->calls.num_calls;
 }
@@ -139,8 +167,7 @@ static CallBatch *work_in_line(CallLine *line, Py_ssize_t lane)
             line->num_called--;
             break;
         }
-        int64_t index;
-        CallBatch *batch = take_call(line, flight, &index);
+        CallBatch *batch = take_calls(line, flight);
         if (batch == NULL) {
             if (line->closed)
                 break;
@@ -150,7 +177,7 @@ static CallBatch *work_in_line(CallLine *line, Py_ssize_t lane)
             continue;
         }
         pthread_mutex_unlock(&line->lock);
-        CallEnd end = make_call(&batch->calls, index);
+        CallEnd end = make_calls(&batch->calls, flight->first, flight->last);
         pthread_mutex_lock(&line->lock);
         flight->moves = false;
         if (line->held != NULL)
@@ -213,6 +240,7 @@ static PyObject *call_line_put(CallLine *line, PyObject *const *args, Py_ssize_t
     }
     lock_without_gil(&line->lock);
     join_line(line, batch);
+    line->left += batch->calls.num_calls;
     if (line->num_waiting > 0 && batch->calls.num_calls > 1)
         pthread_cond_broadcast(&line->work);
     else
@@ -262,8 +290,7 @@ static PyObject *call_line_stop(CallLine *line, PyObject *number)
         batch = batch->behind;
     bool ended = false;
     if (batch != NULL) {
-        leave_line(line, batch);
-        batch->next = batch->calls.num_calls;
+        drop_calls(line, batch);
         batch->end = call_end(CALLS_STOPPED, 0, 0);
         ended = batch->running == 0;
     }

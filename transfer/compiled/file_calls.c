@@ -63,9 +63,10 @@ static CallEnd move_pieces(const FileCalls *calls, Py_ssize_t first, Py_ssize_t 
     return call_end(CALLS_OK, at, 0);
 }
 
-static CallEnd make_call(const FileCalls *calls, int64_t index)
+/* Make calls [first, last), which lie behind one another in the file, as one. */
+static CallEnd make_calls(const FileCalls *calls, int64_t first, int64_t last)
 {
-    int64_t at = calls->lows[index];
+    int64_t at = calls->lows[first];
     if (now_ns() > calls->deadline_ns)
         return call_end(CALLS_LATE, at, 0);
     if (calls->writes) {
@@ -76,5 +77,5 @@ static CallEnd make_call(const FileCalls *calls, int64_t index)
         if (size < calls->file_bytes)
             return call_end(CALLS_CUT, at, size);
     }
-    return move_pieces(calls, calls->bounds[index], calls->bounds[index + 1], at);
+    return move_pieces(calls, calls->bounds[first], calls->bounds[last], at);
 }

@@ -142,6 +142,56 @@ def test_runs_of_blocks_that_are_held_are_left_alone(scene: Scene) -> None:
     assert scene.written() == [2, 3, 9]
 
 
+def num_calls() -> int:
+    """System calls of this thread that write."""
+    told = Path("/proc/thread-self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in told)["syscw"])
+
+
+def test_what_lies_together_in_the_file_is_one_call_and_keeps_every_thread_busy(
+    tmp_path: Path,
+) -> None:
+    if not Path("/proc/thread-self/io").exists():
+        pytest.skip("this kernel does not count calls")
+    for num_threads, blocks, expected in (
+        (1, list(range(8)), 2),  # by four
+        (1, [0, 1, 2, 4, 6, 7], 3),  # as far as they lie together
+        (4, list(range(8)), 6),  # 2, 2, and single ones, which four threads would take
+        (16, list(range(32)), 32),  # of many threads each has one
+    ):
+        scene = Scene(tmp_path, num_threads)
+        order = list(blocks)
+        random.shuffle(order)
+        # Somewhere else in memory, so that only the file is in order.
+        offsets = np.array(order, dtype=np.int64) * BLOCK
+        lows = np.array(blocks, dtype=np.int64) * BLOCK
+        columns = offsets, np.full_like(lows, BLOCK), np.arange(len(lows) + 1), lows, lows + BLOCK
+        before = num_calls()
+        scene.line.put(
+            1, scene.fd, True, BLOCK, BLOCKS * BLOCK, int((time.monotonic() + LATER_S) * 1e9),
+            scene.memory.ctypes.data, *columns,
+        )  # fmt: skip
+        assert scene.line.take(0) == (1, OK, ANY, 0)
+        assert num_calls() - before == expected, (num_threads, blocks)
+        found = np.fromfile(scene.path, dtype=np.uint8).reshape(-1, BLOCK)
+        wanted = scene.memory.reshape(-1, BLOCK)
+        assert np.array_equal(found[blocks], wanted[order])
+        assert not found[sorted(set(range(BLOCKS)) - set(blocks))].any()
+        os.close(scene.fd)
+
+
+def test_a_run_ends_where_blocks_are_held(scene: Scene) -> None:
+    until = int((time.monotonic() + LATER_S) * 1e9)
+    assert scene.line.hold(2 * BLOCK, 3 * BLOCK, until)
+    scene.put(1, [0, 1, 2, 3])
+    scene.put(2, [9])
+    assert scene.line.take(0) == (2, OK, ANY, 0)
+    assert scene.written() == [0, 1, 9]
+    scene.line.let_go(2 * BLOCK, 3 * BLOCK)
+    assert scene.line.take(0) == (1, OK, ANY, 0)
+    assert scene.written() == [0, 1, 2, 3, 9]
+
+
 @pytest.mark.parametrize("wrong", ["lengths", "bounds", "highs", "none", "type"])
 def test_columns_that_do_not_fit_are_refused(scene: Scene, wrong: str) -> None:
     lows = np.arange(3, dtype=np.int64) * BLOCK
