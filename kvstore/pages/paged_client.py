@@ -7,14 +7,14 @@ writers   TP rank 0: group 0 ─┐                  ┌─▶ group 0, 1 : rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.pieces import Pieces
-from kvstore.client.put_options import DEFAULT, PutOptions
+from kvstore.client.put_options import DEFAULT, PutOptions, check_options
 from kvstore.errors import InvalidValue
 from kvstore.keys import prefix_keys
 from kvstore.pages.gathering import BUFFER_BYTES_MAX, are_small, gather, scatter
@@ -24,6 +24,7 @@ from kvstore.pages.share import share_of
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
+    from kvstore.client.chain import Chain
     from kvstore.client.locations import Hit
     from kvstore.client.store_client import StoreClient
 
@@ -96,7 +97,9 @@ class PagedClient:
         Args:
             page_keys: From `keys`.
             pages: [N] numbers of pages in this rank's memory.
-            options: As of `StoreClient.put`, for every block.
+            options: As of `StoreClient.put`, for every block; but a `chain` tells what the pages
+                are, whatever number of blocks each has. All ranks may give it, who holds the first
+                heads tells it.
             timeout_s: For the whole call.
 
         Returns:
@@ -104,11 +107,15 @@ class PagedClient:
             sent, if another rank holds the same heads and writes them.
         """
         _check_pages(page_keys, pages)
+        check_options(options)
         if not self.share.writes or not page_keys:
             return [True] * len(page_keys)
         count = len(self.share.groups)
         outcomes: list[PutOutcome] = []
         deadline_s = self._client.core.deadline(timeout_s)
+        if options.chain is not None:
+            self._describe(page_keys, options.chain, deadline_s)
+            options = replace(options, chain=None)
         for part in self._parts(len(pages)):
             keys = self._layout.keys(page_keys[part], self.share.groups)
             left_s = self._client.core.left(deadline_s)
@@ -165,6 +172,13 @@ class PagedClient:
     def release(self, hit: PageHit) -> None:
         """End the lease of a hit."""
         self._client.release(hit.hit)
+
+    def _describe(self, page_keys: Sequence[bytes], chain: Chain, deadline_s: float) -> None:
+        """Say what pages are, of which a first block goes by the page's own key."""
+        links = chain.links(page_keys)
+        if 0 in self.share.groups:
+            left_s = self._client.core.left(deadline_s)
+            self._client.describe(page_keys, links, timeout_s=left_s)
 
     def _put(
         self, keys: list[bytes], pieces: Pieces, options: PutOptions, timeout_s: float

@@ -13,6 +13,7 @@ PRINTED = (
     "stored b'hello'\nexists conflict\n5 b'hello' None\nTrue False\n",
     "2 blocks copied and verified\n",
     "16 ranks: the last one has heads [7] 2 pieces\n",
+    "[True, True, True]\n" * 2 + "3 pages, 3 read and verified\n" * 4,
     "True 549755289600 True\nNone\n",
 )
 

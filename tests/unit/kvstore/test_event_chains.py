@@ -26,6 +26,7 @@ from kvstore.events import chains
 from kvstore.events.chains import Chains, Link, link_of, parents_first, runs_of
 from kvstore.events.event_log import EventFold, EventLog, Medium, Stored, encode_changes
 from kvstore.events.replay import ReplayBuffer
+from kvstore.pages import PagedClient, PagedMemory, PageLayout, PageStrides
 from kvstore.wire import messages as m
 from tests.support.planned_pool import PlannedPool
 from tests.support.store_pool import Pool
@@ -239,6 +240,38 @@ def test_what_is_written_through_is_told(pool, stack):
     router = Router()
     replayed(pool, router)
     assert [router.num_tokens(prompt) for prompt in prompts] == [len(p) for p in prompts]
+
+
+def test_pages_of_many_blocks_are_told_as_one_chain(pool, stack):
+    """Each rank puts a part of every page, and gives the chain; the prompt is longer than that."""
+    layout = PageLayout(
+        model="m", dtype="float32", layers=1, block_tokens=TOKENS, kv_heads=4, key_size=2,
+        value_size=2,
+    )  # fmt: skip
+    prompt, clients = prompt_of(20), []
+    for rank in range(2):
+        pages = allocate(5 * 2 * layout.block_bytes)
+        stack.callback(pages.close)
+        strides = PageStrides.packed("layer page part token head", layout, heads=2, pages=5)
+        memory = PagedMemory(regions=(pool.store.register(pages),), strides=strides)
+        clients.append(PagedClient(pool.store.client, layout, memory, rank=rank, size=2))
+    keys = clients[0].keys(prompt)[:5]
+    for start, stop in ((0, 3), (3, 5)):
+        chain = Chain(
+            token_ids=prompt[start * TOKENS :],
+            block_tokens=TOKENS,
+            parent=keys[start - 1] if start else None,
+        )
+        for client in clients:
+            there = client.put(
+                keys[start:stop], range(start, stop), options=PutOptions(chain=chain)
+            )
+            assert there == [True] * (stop - start)
+    router = Router()
+    replayed(pool, router)
+    assert len(router.media) == 5 * layout.num_groups, "every block was told"
+    assert router.parts.keys() == set(keys), "and what the pages are, not their other blocks"
+    assert router.num_tokens(prompt) == 5 * TOKENS
 
 
 def test_several_masters_each_tell_of_their_blocks(stack):
