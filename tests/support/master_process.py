@@ -9,6 +9,7 @@ import signal
 import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,23 @@ from kvstore.discovery.candidacy import Candidacy
 from kvstore.discovery.directory import MasterDirectory, StaticMasters
 from kvstore.discovery.finding import directory_of, followed
 from kvstore.wire import messages as m
+from tests.support.departures import write_down
 from tests.support.store_worker import SLOTS, Worker, content
 from tests.support.taken_words import words_of
 
 WAIT_S = 60.0
 
 
-def run_master(pipe: Connection, config: KVStoreConfig, secret: bytes, shard: int, port: int):
+def run_master(
+    pipe: Connection,
+    config: KVStoreConfig,
+    secret: bytes,
+    shard: int,
+    port: int,
+    departures: Path | None,
+) -> None:
+    if departures is not None:
+        write_down(departures)
     with ExitStack() as stack:
         server = MasterServer(
             config,
@@ -53,16 +64,22 @@ def run_master(pipe: Connection, config: KVStoreConfig, secret: bytes, shard: in
 
 
 class MasterProcess:
-    """One master; a context manager."""
+    """One master; a context manager. What goes there is written down in a file, if there is one."""
 
     def __init__(
-        self, config: KVStoreConfig, secret: bytes, *, shard: int = 0, port: int = 0
+        self,
+        config: KVStoreConfig,
+        secret: bytes,
+        *,
+        shard: int = 0,
+        port: int = 0,
+        departures: Path | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.master_process"])
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=run_master, args=(theirs, config, secret, shard, port), daemon=True
+            target=run_master, args=(theirs, config, secret, shard, port, departures), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -117,6 +134,7 @@ class MasterCluster:
         workers: int = 3,
         slot_bytes: int = 4096,
         backend: TransferBackend = TransferBackend.AUTO,
+        departures: Path | None = None,
         **knobs,
     ) -> None:
         defaults = {
@@ -132,7 +150,7 @@ class MasterCluster:
         }
         self.config = KVStoreConfig(**{**defaults, **knobs})
         self.secret = secrets.token_bytes(16)
-        self.stack = stack
+        self.stack, self._departures = stack, departures
         # Closed after the workers, which say goodbye to them, whenever they were started.
         self._processes = stack.enter_context(ExitStack())
         self.masters = [self.start_master(shard) for shard in range(shards)]
@@ -161,7 +179,9 @@ class MasterCluster:
 
     def start_master(self, shard: int, port: int = 0) -> MasterProcess:
         return self._processes.enter_context(
-            MasterProcess(self.config, self.secret, shard=shard, port=port)
+            MasterProcess(
+                self.config, self.secret, shard=shard, port=port, departures=self._departures
+            )
         )
 
     def restart_master(self, shard: int) -> None:

@@ -32,6 +32,7 @@ from transfer import TransferError
 WAIT_S = 60.0
 MEET_S = 0.02  # so often all writers put one name at once
 CHURNED = 6  # names that come and go
+LOOKS = 50  # of a reader, at least
 
 
 class Writer:
@@ -142,11 +143,15 @@ def write_on(pipe: Connection, store: Store, folder: Path, seed: int, churns: bo
 
 
 def read_on(pipe: Connection, store: Store, folder: Path, is_strict: bool) -> object:
-    """Look up what others say they have stored; return what was missed, and what was wrong."""
+    """Look up what others say they have stored; return what was missed, and what was wrong.
+
+    It looks some times after it was told that it is enough: a request may have waited for a leader
+    that was stopped as long as everything else took.
+    """
     journals, missed, wrong, looked = Journals(folder), [], [], 0
     names: list[str] = []
     pipe.send("ready")
-    while not pipe.poll(0):
+    while not pipe.poll(0) or looked <= LOOKS:
         names += [c.name for c in journals.read() if c.is_stored and c.name[0] != "c"]
         for name in [*names[-4:], *random.sample(names, min(4, len(names)))]:
             began_s = time.monotonic()

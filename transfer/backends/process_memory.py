@@ -29,6 +29,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -202,6 +203,7 @@ class Locations:
         # None: asked, or told in vain. Either way the owner may wait for our RETIRED.
         self._locations: dict[bytes, Location | None] = {}
         self._answers: dict[bytes, Located] = {}
+        self._num_asked: Counter[bytes] = Counter()  # questions that are not answered yet
         self._process: PeerProcess | None = None
         self._closed = False
         self.refusal: str | None = None if enabled else "turned off here"
@@ -235,12 +237,17 @@ class Locations:
         """
         located = parse_located(content)
         with self._changed:
-            if located.token not in self._locations:
+            token = located.token
+            if not self._num_asked[token]:
                 raise ProtocolViolation("a location that nobody asked for")
-            if located.answer is Answer.TOLD:
-                self._answers[located.token] = located
-            else:
-                del self._locations[located.token]
+            self._num_asked[token] -= 1
+            if not self._num_asked[token]:
+                del self._num_asked[token]
+            # Of a key that was withdrawn as the question was under way nobody waits for it.
+            if located.answer is not Answer.TOLD:
+                self._locations.pop(token, None)
+            elif token in self._locations:
+                self._answers[token] = located
             if located.answer is Answer.NEVER:
                 self.refusal = "the peer does not tell addresses"
             self._changed.notify_all()
@@ -327,10 +334,11 @@ class Locations:
 
     def _await_answer(self, token: bytes, deadline: float) -> Located | None:
         with self._changed:
-            asked = token in self._locations
-            if not asked and not self._closed:
+            asks = token not in self._locations and not self._closed
+            if asks:
                 self._locations[token] = None
-        if not asked:
+                self._num_asked[token] += 1
+        if asks:
             self._ask(token)
         with self._changed:
             while token not in self._answers:

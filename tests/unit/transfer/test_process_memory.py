@@ -19,8 +19,8 @@ from tests.support.engines import (
     new_engine,
     open_descriptors,
 )
-from tests.support.waits import eventually
-from transfer import AccessRefused, PeerLost, TransferTimeout
+from tests.support.waits import WAIT_S, eventually
+from transfer import AccessRefused, PeerLost, RegionUnknown, TransferTimeout
 from transfer.backends.process_memory import (
     Answer,
     Located,
@@ -47,6 +47,7 @@ class Owner:
         self.told = ToldAddresses(self.offers, enabled=enabled)
         self.retired: list[bytes] = []
         self.silent = False
+        self.asked = 0
         self.may_wait = True
         ours, theirs = socket.socketpair()
         self.process = PeerProcess(ours)
@@ -70,6 +71,7 @@ class Owner:
         )
 
     def ask(self, token: bytes) -> None:
+        self.asked += 1
         if not self.silent:
             located = self.told.tell(token, to="me", process=self.process)
             self.locations.on_located(located.encode())
@@ -125,6 +127,54 @@ def test_an_answer_survives_its_bytes() -> None:
 def test_an_answer_that_nobody_asked_for(owner: Owner) -> None:
     with pytest.raises(ProtocolViolation, match="nobody asked"):
         owner.locations.on_located(Located(token=bytes(16), answer=Answer.TOLD).encode())
+
+
+def test_withdrawals_that_cross_questions(owner: Owner) -> None:
+    """The answer comes for a key that is forgotten, perhaps asked for once more: no violation."""
+    owner.silent = True
+    key = owner.offer()
+    found: list[Location | None] = []
+
+    def ask() -> threading.Thread:
+        asked = owner.asked
+        thread = threading.Thread(target=lambda: found.append(owner.locations.get(key, soon())))
+        thread.start()
+        eventually(lambda: owner.asked > asked, "it has asked")
+        return thread
+
+    def withdraw(thread: threading.Thread) -> None:
+        owner.locations.drop(key.token)
+        thread.join(WAIT_S)
+        assert found.pop() is None
+
+    owner.offers.withdraw(key.token)
+    withdraw(ask())
+    withdraw(ask())
+    third = ask()
+    nothing = owner.told.tell(key.token, to="me", process=owner.process).encode()
+    owner.locations.on_located(nothing)
+    third.join(WAIT_S)
+    assert found == [None]
+    for _ in range(2):
+        owner.locations.on_located(nothing)
+    with pytest.raises(ProtocolViolation, match="nobody asked"):
+        owner.locations.on_located(nothing)
+    assert not owner.locations._num_asked
+
+
+def test_a_window_that_is_withdrawn_at_its_first_use_costs_no_peer() -> None:
+    with engine_pair() as (owner, user):
+        source = user.register(torch.ones(64, dtype=torch.uint8))
+        for _ in range(300):
+            region = owner.register(torch.zeros(64, dtype=torch.uint8))
+            key = owner.offer(region, to=user.name, access=BOTH)
+            done = threading.Thread(target=owner.release, args=(region,))
+            done.start()
+            with contextlib.suppress(RegionUnknown, AccessRefused):
+                user.write(owner.name, source, key, 0, 0, 64).wait()
+            done.join(WAIT_S)
+        assert user.peer(owner.name)
+        assert owner.statistics().malformed == user.statistics().malformed == 0
 
 
 def test_the_engine_thread_never_waits(owner: Owner) -> None:
