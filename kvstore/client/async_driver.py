@@ -43,6 +43,7 @@ class AsyncDriver:
         self._requests = ThreadPoolExecutor(1, thread_name_prefix="store-requests")
         self._asking = LoopRequests(driver.link, self._requests)
         self._contacts = ThreadPoolExecutor(1, thread_name_prefix="store-contacts")
+        self._done_here = 0  # bytes since the loop was given up
         self._work = ThreadPoolExecutor(WORKERS, thread_name_prefix="store-work")
 
     def close(self) -> None:
@@ -58,21 +59,43 @@ class AsyncDriver:
         before CancelledError is raised: nothing touches the caller's memory afterwards, and no
         put is left open.
         """
-        return await _to_its_end(asyncio.ensure_future(self._run(steps)))
+        return await _to_its_end(asyncio.ensure_future(self._run(steps, None)))
+
+    async def run_here(self, steps: Steps[T]) -> T:
+        """As `run`; what has nothing to wait for is done at once, without giving up the loop.
+
+        Call `give_way` afterwards.
+        """
+        effect: Effect | _Ended = _Advance(steps, None, None)()
+        while isinstance(effect, Work) and effect.nbytes <= INLINE_BYTES_MAX:
+            self._done_here += effect.nbytes
+            effect = _Advance(steps, None, None)()
+        if not isinstance(effect, _Ended):
+            return await _to_its_end(asyncio.ensure_future(self._run(steps, effect)))
+        final: T = effect.value
+        return final
+
+    async def give_way(self) -> None:
+        """Let other tasks have their turn, after each `INLINE_BYTES_MAX` of work by `run_here`."""
+        if self._done_here >= INLINE_BYTES_MAX:
+            self._done_here = 0
+            await asyncio.sleep(0)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Call what asks the master, in the thread of requests; else as `run`."""
         loop = asyncio.get_running_loop()
         return await _to_its_end(loop.run_in_executor(self._requests, function))
 
-    async def _run(self, steps: Steps[T]) -> T:
+    async def _run(self, steps: Steps[T], effect: Effect | _Ended | None) -> T:
         loop = asyncio.get_running_loop()
         result: object = None
         error: Exception | None = None
         large = False
         while True:
             advance = _Advance(steps, result, error)
-            if large:
+            if effect is not None:
+                pass  # that far it has come
+            elif large:
                 effect = await loop.run_in_executor(self._work, advance)
             else:
                 effect = advance()
@@ -84,6 +107,7 @@ class AsyncDriver:
                 result, error = await self._perform(effect), None
             except (KVStoreError, TransferError) as failure:
                 result, error = None, failure
+            effect = None
 
     async def _perform(self, effect: Effect) -> object:
         loop = asyncio.get_running_loop()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvstore.values.plain_puts import Written
     from kvstore.values.store import Store
     from transfer import Region
 
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 class AsyncStore:
     """Belongs to one event loop at a time. Requests to a master take turns, bytes move all at once.
 
-    The short ways of `Store` are here too: hot values are copied at once, single puts take one
-    request. Requests to a master of this host are made by the loop, others by a thread.
+    The short ways of `Store` are here too: hot values are copied at once, single puts are posted
+    (up to 256 KiB by the loop itself, larger ones by a thread), or take one request. Requests to a
+    master of this host are made by the loop, others by a thread.
 
     A call that is cancelled raises CancelledError once it has ended, by its deadline at the
     latest: nothing reads or writes the caller's memory after that. Errors are those of `Store`.
@@ -81,7 +83,8 @@ class AsyncStore:
     ) -> PutOutcome:
         """As `Store.put`."""
         check_timeout(timeout_s)
-        store, outcome, started_s = self._store, None, time.monotonic()
+        store, started_s = self._store, time.monotonic()
+        outcome: PutOutcome | Written | None = None
         key, parts = key_of(name, store.namespace), parts_of(value)
         if len(parts) == 1 and store.quick_writes.expects(nbytes_of(parts), options):
             async with self._turn_of_puts():
@@ -89,9 +92,12 @@ class AsyncStore:
                 if timeout_s is not None:
                     left_s = max(0.001, timeout_s - (time.monotonic() - started_s))
                 outcome = await self._put_quickly(key, parts[0], options, left_s)
+            await self._driver.give_way()
+        if not isinstance(outcome, PutOutcome):
+            outcome = None
         if outcome is None or outcome is PutOutcome.FAILED:
-            steps = store.put_slowly(key, parts, options, timeout_s, started_s, outcome)
-            return await self._driver.run(steps)
+            slow = store.put_slowly(key, parts, options, timeout_s, started_s, outcome)
+            return await self._driver.run(slow)
         return outcome
 
     def _turn_of_puts(self) -> asyncio.Lock:
@@ -103,9 +109,9 @@ class AsyncStore:
 
     async def _put_quickly(
         self, key: bytes, part: Part, options: PutOptions, timeout_s: float | None
-    ) -> PutOutcome | None:
+    ) -> PutOutcome | Written | None:
         quick = self._store.quick_writes
-        outcome = await self._driver.run(quick.put_steps(key, part, options, timeout_s))
+        outcome = await self._driver.run_here(quick.put_steps(key, part, options, timeout_s))
         if outcome is None:
             outcome = await self._driver.call(lambda: quick.put(key, part, options, timeout_s))
         return outcome

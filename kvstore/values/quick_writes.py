@@ -20,7 +20,7 @@ from kvstore.copying import copy_with_checksum
 from kvstore.errors import KVStoreError, MasterRefused, NodeUnreachable
 from kvstore.shards.plan import shard_of
 from kvstore.values.place_supply import Asked, PlaceSupply
-from kvstore.values.plain_puts import TAKEN, PlainPuts
+from kvstore.values.plain_puts import TAKEN, PlainPuts, Written
 from kvstore.values.quick_value import QuickValue, decoded, space_of
 from kvstore.values.sent_values import send_value
 from kvstore.values.values import Part, RegionPiece
@@ -165,10 +165,13 @@ class QuickWrites:
 
     def put_steps(
         self, key: bytes, part: Part, options: PutOptions, timeout_s: float | None
-    ) -> Steps[PutOutcome | None]:
+    ) -> Steps[PutOutcome | Written | None]:
         """As `put`, for a driver that waits in its own way; None, too, if `put` would wait.
 
-        That is so without a place that is held ahead, in memory that is mapped here.
+        `TAKEN`: the long way must; `put` does no better.
+
+        That is so without a place that is held ahead, in memory that is mapped here. What is posted
+        waits for nobody: then it yields nothing but `Work`, before the copy.
         """
         if isinstance(part, RegionPiece) and part.region.kind != "host":
             return None
@@ -181,18 +184,25 @@ class QuickWrites:
                 return None
             known = self._segments.known(place.where)
             mapped = None if known is None else self._mapped(place, known)
-            posts = self._posts.box
-            if mapped is None or (posts is not None and not posts.hold(value.key)):
+            if mapped is None:
                 self._places.give(shard, [place])
                 return None
-            box = posts
+            left = self._supply.see_to(value, left)
             yield from work(value.nbytes)
-            checksum = self._copy(value, place, mapped, write)
-            if checksum is None or not self._note(value, place, checksum):
+            posts = self._posts.box
+            written = self._plain.write(value, place, left, mapped, write, posts)
+            if written is None and posts is not None and not posts.hold(value.key):
+                written = TAKEN
+            if written is not None and written.posted:
+                self._core.record.count_stored()
+                return PutOutcome.STORED
+            if written is not None and written.taken:
+                self._leave(value, place)
+                return TAKEN
+            box = posts
+            asked = self._asked_for(value, place, written, left, mapped, write)
+            if asked is None:
                 return None
-            asked = self._supply.request(
-                value, place, checksum, left, self._posts.known_generation()
-            )
             try:
                 reply = yield from ask(asked.request, m.Stored, timeout_s=timeout_s)
             except KVStoreError as error:
@@ -204,6 +214,23 @@ class QuickWrites:
             if box is not None:
                 box.let_go(value.key)
             write.end()
+
+    def _asked_for(
+        self,
+        value: QuickValue,
+        place: ReservedPlace,
+        written: Written | None,
+        left: int,
+        mapped: InPlace,
+        write: WriteUnderWay,
+    ) -> Asked | None:
+        """Do what is left to do before the master is asked; None if that cannot be done here."""
+        if written is not None and written.request is not None:
+            return Asked(decoded(written.request))
+        checksum = self._copy(value, place, mapped, write) if written is None else written.checksum
+        if checksum is None or not self._note(value, place, checksum):
+            return None
+        return self._supply.request(value, place, checksum, left, self._posts.known_generation())
 
     def expects(self, nbytes: int, options: PutOptions) -> bool:
         """Tell whether `put` is worth a try."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvstore import KVStoreError, MasterUnavailable, Store
+from kvstore import AsyncStore, KVStoreError, MasterUnavailable, Store
 from kvstore.discovery.finding import directory_of, followed
 from kvstore.errors import BlockCorrupt, Fenced
 from kvstore.values.names import key_of
@@ -71,9 +72,20 @@ class Writer:
     def put(self, name: str) -> None:
         version = next(self.versions)
         value = value_of(name, version)
-        outcome = self.call("put", name, version, lambda: self.store.put(name, value))
+        in_a_loop = self.rng.random() < 0.3
+
+        def put() -> object:
+            if in_a_loop:
+                return asyncio.run(self.put_in_a_loop(name, value))
+            return self.store.put(name, value)
+
+        outcome = self.call("put", name, version, put)
         if outcome == "stored":
             self.stored.append(name)
+
+    async def put_in_a_loop(self, name: str, value: bytes) -> object:
+        async with AsyncStore(self.store) as pool:
+            return await pool.put(name, value)
 
     def put_batch(self, names: list[str]) -> None:
         """The long way of several names, each written down as a call of its own."""

@@ -108,8 +108,12 @@ def test_a_hot_value_is_read_without_a_request_and_a_put_takes_one(stack, monkey
                 took_s = time.monotonic() - began_s
                 assert set(outcomes) == {STORED}
                 near, far = asked.take()
-            assert near.count("Store") + far.count("Store") == 50
-            assert near.count("Store") >= 50 - masters
+            if pool.store.client.posts.box is not None:
+                assert near.count("Store") + far.count("Store") <= 25, "most are posted"
+            else:
+                assert near.count("Store") + far.count("Store") == 50
+                assert near.count("Store") >= 50 - masters
+            assert masters == 1 or pool.store.client.posts.box is None
             assert "Allocate" not in near + far
             found = await asyncio.gather(*(aio.get(k) for k in fresh))
             assert found == list(fresh.values())
@@ -243,3 +247,32 @@ def test_several_loops_one_after_the_other(stack):
 
     for number in range(3):
         asyncio.run(use(number))
+
+
+def test_puts_that_are_posted_by_the_loop_let_others_have_their_turn(stack):
+    pool = Pool(stack)
+    values = [secrets.token_bytes(random.randint(300, 200_000)) for _ in range(60)]
+    for data in values:  # all sizes are put again and again
+        assert pool.store.put(secrets.token_bytes(16), data) is STORED
+    turns = 0
+
+    async def count():
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def use():
+        async with AsyncStore(pool.store) as aio:
+            counting = asyncio.ensure_future(count())
+            for data in values:
+                name = secrets.token_bytes(16)
+                assert await aio.put(name, data) is STORED
+                assert pool.store.get(name) == data
+                assert await aio.put(name, data) is EXISTS
+                assert await aio.put(name, secrets.token_bytes(len(data))) is CONFLICT
+            counting.cancel()
+
+    asyncio.run(use())
+    assert turns >= sum(map(len, values)) // (1 << 20), "the loop was given up now and then"
+    check_empty(pool)
