@@ -55,11 +55,21 @@ class WriteResult:
     lost_nodes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _UnderWay:
+@dataclass(slots=True, kw_only=True, eq=False)
+class UnderWay:
+    """Rows that are being written to one segment.
+
+    Attributes:
+        where: The segment.
+        rows: Which.
+        transfers: Writes them.
+        failed: It has ended, and nobody knows what of it may still be under way.
+    """
+
     where: NodeAddress
     rows: Ints
     transfers: list[Transfer]
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,7 +90,7 @@ class Begun:
     granted: Allocated
     replicas: int
     offsets: Ints
-    under_way: deque[_UnderWay] = field(default_factory=deque)
+    under_way: deque[UnderWay] = field(default_factory=deque)
     result: WriteResult = field(default_factory=WriteResult)
 
     @classmethod
@@ -112,6 +122,10 @@ class BlockWriter:
         self._engine = engine
         self._segments = segments
 
+    def knows(self, where: NodeAddress) -> bool:
+        """Tell whether a segment can be written to without asking for its key first."""
+        return self._segments.known(where) is not None
+
     def begin(
         self,
         begun: Begun,
@@ -119,19 +133,22 @@ class BlockWriter:
         *,
         reach_s: float,
         deadline_s: float,
-        rows: slice = slice(None),
+        rows: Ints | None = None,
     ) -> Steps[None]:
-        """Begin to write granted copies, or some of them.
+        """Begin to write granted copies, or those of some rows, which rise.
 
         Checksums that are not known yet come with the copy into mapped memory. A node that has
         offered no key by `reach_s` is not waited for longer. Until `end` has ended what is under
         way, the bytes must stay as they are.
         """
-        source, result, under_way = begun.source, begun.result, list[_UnderWay]()
-        node_idx = np.array(begun.granted.node_idx[rows], dtype=np.int64)
+        source, result, under_way = begun.source, begun.result, list[UnderWay]()
+        node_idx = np.array(begun.granted.node_idx, dtype=np.int64)
         yield from work(source.pieces.nbytes)
         for index, where in enumerate(begun.granted.nodes):
-            theirs = np.flatnonzero(node_idx == index) + (rows.start or 0)
+            among = node_idx if rows is None else node_idx[rows]
+            theirs = np.flatnonzero(among == index)
+            if rows is not None:
+                theirs = rows[theirs]
             if not len(theirs):
                 continue
             try:
@@ -184,9 +201,9 @@ class BlockWriter:
         result: WriteResult,
         *,
         deadline_s: float,
-    ) -> list[_UnderWay]:
+    ) -> list[UnderWay]:
         """Start the writes of some rows to one segment; in portions if it is a disk."""
-        under_way: list[_UnderWay] = []
+        under_way: list[UnderWay] = []
         for first, end in self._portions(where, source.lengths[rows // replicas]):
             part, rest = rows[first:end], rows[:end]
             started: list[Transfer] = []
@@ -207,7 +224,7 @@ class BlockWriter:
                 logger.warning("%s blocks changed while they were being put", len(changed))
                 result.aborted += part[changed].tolist()
                 part = np.delete(part, changed)
-            under_way.append(_UnderWay(where=where, rows=part, transfers=started))
+            under_way.append(UnderWay(where=where, rows=part, transfers=started))
         return under_way
 
     def _portions(self, where: NodeAddress, lengths: Ints) -> list[tuple[int, int]]:
@@ -259,7 +276,7 @@ class BlockWriter:
     def _end(
         self,
         source: Source,
-        written: _UnderWay,
+        written: UnderWay,
         offsets: Ints,
         replicas: int,
         result: WriteResult,
@@ -272,7 +289,7 @@ class BlockWriter:
             except TransferError as error:
                 failure = error
         try:
-            if failure is None:
+            if failure is None and rows:
                 blocks = written.rows // replicas
                 held = source.held(blocks, offsets[written.rows].tolist())
                 yield from self._tell(written.where, Written(held, written.where.segment))
@@ -281,6 +298,7 @@ class BlockWriter:
         if failure is None:
             result.written += rows
         else:
+            written.failed = True
             self._lose(written.where, failure, result)
             result.unsettled += rows
 
@@ -297,7 +315,7 @@ class BlockWriter:
         result.lost_nodes.append(where.node)
 
 
-def _first_row(written: _UnderWay) -> int:
+def _first_row(written: UnderWay) -> int:
     return int(written.rows[0]) if len(written.rows) else 0
 
 

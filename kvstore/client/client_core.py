@@ -17,6 +17,7 @@ import numpy as np
 from kvstore.client.block_reader import BlockReader, Copied
 from kvstore.client.block_writer import BlockWriter
 from kvstore.client.client_record import ClientRecord
+from kvstore.client.disk_places import DiskPlaces
 from kvstore.client.locations import Hit
 from kvstore.client.master_access import MasterAccess
 from kvstore.client.pieces import Ints, Pieces
@@ -35,6 +36,7 @@ from kvstore.wire import messages as m
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
+    from kvstore.client.reserved_places import ReservedPlaces
     from kvstore.client.segment_keys import SegmentKeys
     from transfer import TransferEngine
 
@@ -51,6 +53,7 @@ class ClientCore:
         segments: Keys to the nodes' segments.
         tenant: For whom it acts.
         timeout_s: Deadline of a call that names none.
+        disk_places: Keeps places on disks; None: none are had ahead.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class ClientCore:
         *,
         tenant: Tenant,
         timeout_s: float,
+        disk_places: ReservedPlaces | None = None,
     ) -> None:
         self.engine = engine
         self.tenant = tenant
@@ -72,7 +76,8 @@ class ClientCore:
         self.reading = Reading(self.record, self.master, reader)
         self.under_way = segments.under_way
         writer = BlockWriter(engine, segments)
-        self.writing = Writing(self.record, self.master, writer, self.under_way)
+        ahead = None if disk_places is None else DiskPlaces(disk_places, self.record)
+        self.writing = Writing(self.record, self.master, writer, self.under_way, ahead)
 
     def deadline(self, timeout_s: float | None) -> float:
         """When a call that starts now is late, on the monotonic clock. Raises InvalidValue."""

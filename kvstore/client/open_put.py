@@ -11,6 +11,7 @@ from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
     from kvstore.client.block_writer import Begun
+    from kvstore.client.early_writes import EarlyWrites
     from kvstore.client.writes_under_way import Target, WriteUnderWay
 
 PAUSE_S_MIN: Final = 0.005
@@ -67,6 +68,9 @@ class OpenPut:
         granted_s: When the answer came.
         attempt: What became of the blocks.
         num_first: How much is under way that was begun before anything else.
+        early: What was begun before the master was asked; the first `num_early` blocks, which are
+            committed after all else.
+        num_early: So many.
         committed: Which of the first so many written copies are copies of blocks now.
     """
 
@@ -77,6 +81,8 @@ class OpenPut:
     granted_s: float
     attempt: Attempt
     num_first: int = 0
+    early: EarlyWrites | None = None
+    num_early: int = 0
     committed: list[bool] = field(default_factory=list)
 
     def in_doubt(self) -> list[Target]:

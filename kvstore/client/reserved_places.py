@@ -96,10 +96,18 @@ class ReservedPlaces:
     Args:
         ask: Sends a request to the master, within so many seconds. May raise KVStoreError.
         client: The client's incarnation.
+        idle_s: What is not used for so long is given back; None: `IDLE_S`.
     """
 
-    def __init__(self, ask: Callable[[m.Reserve, float], m.Reserved], client: str) -> None:
+    def __init__(
+        self,
+        ask: Callable[[m.Reserve, float], m.Reserved],
+        client: str,
+        *,
+        idle_s: float | None = None,
+    ) -> None:
         self._ask = ask
+        self._idle_s = idle_s
         self._client = client
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -129,6 +137,36 @@ class ReservedPlaces:
                 return place, len(places)
             self._end(shard, place.batch)
             return None, 0
+
+    def take_many(self, shard: int, space: int, count: int) -> list[ReservedPlace]:
+        """Return so many places as `take` does, or as many as are held."""
+        kind = shard, space
+        with self._lock:
+            held = self._places.get(kind)
+            if not held:
+                return []
+            now = time.monotonic()
+            taken, held[-count:] = held[-count:], []
+            self._held_bytes -= space * len(taken)
+            self._used_s[kind] = now
+            for place in taken:
+                if place.until_s <= now:
+                    self._end(shard, place.batch)
+            return [place for place in taken if place.until_s > now]
+
+    @property
+    def idle_s(self) -> float:
+        """What is not used for so long is given back."""
+        return IDLE_S if self._idle_s is None else self._idle_s
+
+    @property
+    def room_bytes(self) -> int:
+        """How much more may be held."""
+        return HELD_BYTES_MAX - self._held_bytes
+
+    def meet(self, shard: int, key: bytes) -> None:
+        """Name any key of a master's, to tell it by what is given back."""
+        self._keys.setdefault(shard, key)
 
     def give(self, shard: int, places: Sequence[ReservedPlace]) -> None:
         """Keep places of one size for later puts."""
@@ -304,10 +342,10 @@ class ReservedPlaces:
         while True:
             with self._lock:
                 if not self._closed:
-                    self._changed.wait(IDLE_S)
+                    self._changed.wait(self.idle_s)
                 closed, now = self._closed, time.monotonic()
                 self.mapped.clear()
-                self._drop(now - IDLE_S)
+                self._drop(now - self.idle_s)
                 # Of a size in use the youngest is taken first: others may grow too old.
                 self._drop_where(lambda place: place.until_s <= time.monotonic())
                 if not closed and not self._places and not any(self._untold.values()):

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvstore.client.block_reader import Copied
 from kvstore.client.client_core import ClientCore
 from kvstore.client.client_record import ClientStatistics
+from kvstore.client.disk_places import DISK_IDLE_S
 from kvstore.client.driver import Driver
 from kvstore.client.held_hit import HeldHit
 from kvstore.client.lease_keeper import LeaseKeeper
@@ -89,8 +90,13 @@ class StoreClient:
             self._directory, config, secret=secret, identity=f"{engine.name}.client"
         )
         self.segments = SegmentKeys(engine, local_node)
+        self._disk_places = self._new_places(DISK_IDLE_S)
         self.core = ClientCore(
-            engine, self.segments, tenant=tenant, timeout_s=config.request_timeout_s
+            engine,
+            self.segments,
+            tenant=tenant,
+            timeout_s=config.request_timeout_s,
+            disk_places=self._disk_places if self._link.num_shards == 1 else None,
         )
         self.segments.on_leader(self._link.meet)
         self.driver = Driver(self._link, self.segments)
@@ -102,14 +108,19 @@ class StoreClient:
             on_lost=lambda number: self.core.record.count(lost_leases=number),
             view_bytes_max=config.view_bytes,
         )
-        self.places = ReservedPlaces(
-            lambda request, timeout_s: self._link.ask(request, m.Reserved, timeout_s=timeout_s),
-            engine.name,
-        )
+        self.places = self._new_places()
         self.posts = PostBoxes(self._link.borrow)
-        self.core.under_way.on_question(self.places.let_go)
+        for places in (self.places, self._disk_places):
+            self.core.under_way.on_question(places.let_go)
         self._stack = ExitStack()
         self._stack.enter_context(sharing_copies(config.share_copies))
+
+    def _new_places(self, idle_s: float | None = None) -> ReservedPlaces:
+        return ReservedPlaces(
+            lambda request, timeout_s: self._link.ask(request, m.Reserved, timeout_s=timeout_s),
+            self._name,
+            idle_s=idle_s,
+        )
 
     def quick_reads(self) -> QuickReads:
         """Return the short way of single gets, with its own hot places."""
@@ -127,6 +138,7 @@ class StoreClient:
         """Stop using the store. Held leases are released, others end by themselves."""
         self.posts.close()
         self.places.close()
+        self._disk_places.close()
         self.leases.close()
         self._link.close()
         self.core.staging.close()

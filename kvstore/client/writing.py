@@ -19,8 +19,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvstore.client.allocating import Allocating
 from kvstore.client.block_writer import Begun
+from kvstore.client.early_writes import EarlyWrites
 from kvstore.client.open_put import PAUSE_S_MIN, Attempt, OpenPut
 from kvstore.client.put_options import check_group
 from kvstore.client.steps import Steps, pause, work
@@ -32,10 +35,12 @@ from kvstore.wire.messages import PutOutcome
 if TYPE_CHECKING:
     from kvstore.client.block_writer import BlockWriter
     from kvstore.client.client_record import ClientRecord
+    from kvstore.client.disk_places import DiskPlaces
     from kvstore.client.master_access import MasterAccess
     from kvstore.client.source import Source
     from kvstore.client.writes_under_way import WritesUnderWay
 
+Ints = NDArray[np.int64]
 ELSEWHERE_MAX: Final = 2  # how often a put is tried again because nodes did not take it
 # What goes to disks: of so much the disk has these first bytes to write while the rest is asked
 # for; and of so much at a time the master learns while others are being written.
@@ -53,6 +58,7 @@ class Writing:
         master: Its requests.
         writer: Moves the bytes.
         under_way: Knows what may still be written.
+        ahead: Places on disks that are had ahead of a put; None: never.
     """
 
     def __init__(
@@ -61,11 +67,14 @@ class Writing:
         master: MasterAccess,
         writer: BlockWriter,
         under_way: WritesUnderWay,
+        ahead: DiskPlaces | None = None,
     ) -> None:
         self._record = record
         self._master = master
         self._writer = writer
         self._under_way = under_way
+        self._ahead = ahead
+        self._allocating = Allocating(record, master, ahead)
         self._to_disks = False  # where the last blocks went
 
     def put(self, source: Source, *, deadline_s: float) -> Steps[list[PutOutcome]]:
@@ -76,7 +85,7 @@ class Writing:
             Fenced, TenantRefused: Nothing was stored; of a large put to disks perhaps some was,
                 before it was refused.
         """
-        attempt = yield from self._put_once(source, deadline_s)
+        attempt = yield from self._put_once(source, deadline_s, is_first=True)
         outcomes, lost, elsewhere = attempt.outcomes, attempt.lost, attempt.elsewhere
         num_elsewhere = 0
         while True:
@@ -131,19 +140,30 @@ class Writing:
         request = m.Remove(list(keys), self._record.name, group)
         return (yield from self._master.ask(request, m.Done, timeout_s=timeout_s)).count
 
-    def _put_once(self, source: Source, deadline_s: float) -> Steps[Attempt]:
+    def _put_once(
+        self, source: Source, deadline_s: float, *, is_first: bool = False
+    ) -> Steps[Attempt]:
         """Put blocks; of much that goes to disks the first are begun before the rest is asked for.
 
         ```text
+        places had ahead
+        master   [places of 16..]                      [commit 60..]      [commit 0..]
+        disk   [0..15][................ 16.. ................]
+        none
         master   [places of 0..]       [places of 8..]            [commit 8..]    [commit 0..]
         disk                    [4..7][............... 8.. ......][ 0..3 ]
         ```
         """
-        count, last = self._head_of(source)
         puts: list[OpenPut] = []
+        early: EarlyWrites | None = None
         with ExitStack() as stack:
             try:
-                yield from self._begin_all(source, count, last, puts, stack, deadline_s)
+                if is_first:
+                    early = yield from self._begin_early(source, stack, deadline_s)
+                if early is not None:
+                    yield from self._take_over(early, source, puts, stack, deadline_s)
+                else:
+                    yield from self._begin_all(source, puts, stack, deadline_s)
                 for put in puts:
                     yield from self._writer.sum_up(put.begun)
                 for _ in range(puts[0].num_first):
@@ -151,11 +171,70 @@ class Writing:
                 for put in reversed(puts):
                     yield from self._end(put)
             except KVStoreError:
+                if early is not None and not puts:
+                    yield from self._drop(early)
                 for put in puts:
                     yield from self._give_up(put)
                 raise
         attempts = [put.attempt for put in puts]
         return attempts[0] if len(attempts) == 1 else attempts[0].followed_by(attempts[1])
+
+    # -- in places that were had ahead: see `kvstore/client/early_writes.py` ---------------------
+
+    def _begin_early(
+        self, source: Source, stack: ExitStack, deadline_s: float
+    ) -> Steps[EarlyWrites | None]:
+        """Begin to write the first blocks, if there are places for them."""
+        if self._ahead is None or not self._to_disks:
+            return None
+        write = self._under_way.begin()  # of all segments, before places of any are taken
+        places = self._ahead.take(source)
+        if not places or not all(self._writer.knows(place.where) for place in places):
+            self._ahead.give_back(places)
+            write.end()
+            return None
+        early = EarlyWrites.of(source, places, stack.enter_context(write))
+        left_s = early.until_s - time.monotonic()
+        write.granted(early.targets, put_s=2 * left_s)
+        yield from self._writer.begin(
+            early.begun, write, reach_s=0.0, deadline_s=min(deadline_s, early.until_s)
+        )
+        early.started()
+        return early
+
+    def _take_over(
+        self,
+        early: EarlyWrites,
+        source: Source,
+        puts: list[OpenPut],
+        stack: ExitStack,
+        deadline_s: float,
+    ) -> Steps[None]:
+        """Ask for the keys of what was begun early, and for all else."""
+        yield from self._open(source, puts, stack, deadline_s, early=early)
+        put = puts[0]
+        put.early, put.num_early = early, len(early.places)
+        rows = early.hand_over(put.begun)
+        if len(rows):
+            yield from self._begin(put, rows, deadline_s)
+
+    def _drop(self, early: EarlyWrites) -> Steps[None]:
+        """The master has not granted what was begun: wait for its end, and give it back."""
+        early.let_go()
+        while early.begun.under_way:
+            yield from self._writer.end(early.begun)
+        at_rest = self._end_early(early)
+        if early.batch is not None and at_rest == early.numbers:
+            self._record.abandon(early.batch)  # it may have been granted, whoever was told
+
+    def _end_early(self, early: EarlyWrites) -> list[int]:
+        """Give back what is at rest and no block; return that."""
+        assert self._ahead is not None
+        at_rest = early.end()
+        self._ahead.give_up(at_rest)
+        return at_rest
+
+    # -- all else -----------------------------------------------------------------------------
 
     def _head_of(self, source: Source) -> tuple[int, int]:
         """Return how many blocks to ask for first, and how many of them to write last.
@@ -170,38 +249,46 @@ class Writing:
         return (0, 0) if few else (count, last)
 
     def _begin_all(
-        self,
-        source: Source,
-        count: int,
-        last: int,
-        puts: list[OpenPut],
-        stack: ExitStack,
-        deadline_s: float,
+        self, source: Source, puts: list[OpenPut], stack: ExitStack, deadline_s: float
     ) -> Steps[None]:
-        """Ask for places and begin to write, in two parts if `count`; see `_put_once`."""
+        """Ask for places and begin to write, in two parts if it is much; see `_put_once`."""
+        count, last = self._head_of(source)
         if not count:
             yield from self._open(source, puts, stack, deadline_s)
-            yield from self._begin(puts[0], slice(None), deadline_s)
+            yield from self._begin(puts[0], None, deadline_s)
             return
         numbers = range(source.num_blocks)
         yield from self._open(source.of(numbers[:count]), puts, stack, deadline_s)
-        rows = last * puts[0].begun.replicas
-        yield from self._begin(puts[0], slice(rows, None), deadline_s)
+        rows = np.arange(len(puts[0].begun.granted.node_idx))
+        last *= puts[0].begun.replicas
+        yield from self._begin(puts[0], rows[last:], deadline_s)
         puts[0].num_first = len(puts[0].begun.under_way)
         yield from self._open(source.of(numbers[count:]), puts, stack, deadline_s)
-        yield from self._begin(puts[1], slice(None), deadline_s)
-        yield from self._begin(puts[0], slice(0, rows), deadline_s)
+        yield from self._begin(puts[1], None, deadline_s)
+        yield from self._begin(puts[0], rows[:last], deadline_s)
 
     def _open(
-        self, source: Source, puts: list[OpenPut], stack: ExitStack, deadline_s: float
+        self,
+        source: Source,
+        puts: list[OpenPut],
+        stack: ExitStack,
+        deadline_s: float,
+        *,
+        early: EarlyWrites | None = None,
     ) -> Steps[None]:
         """Ask for places, and note what is to be ended."""
         write = stack.enter_context(self._under_way.begin())
         batch = self._record.next_batch()
         try:
-            granted, summed = yield from self._allocate(batch, source, deadline_s)
+            places = [] if early is None else early.numbers
+            granted, summed = yield from self._allocating.ask(
+                batch, source, places, deadline_s, ahead=self._to_disks
+            )
         except MasterUnavailable:
-            self._record.abandon(batch)
+            if early is None:
+                self._record.abandon(batch)
+            else:
+                early.batch = batch
             raise
         put = OpenPut(
             batch=batch,
@@ -218,35 +305,8 @@ class Writing:
             write.granted([(n.node, n.segment) for n in granted.nodes], put_s=granted.put_s)
             self._to_disks = all(node.medium is m.Medium.SSD for node in granted.nodes)
 
-    def _allocate(
-        self, batch: int, source: Source, deadline_s: float
-    ) -> Steps[tuple[m.Allocated, bool]]:
-        """Ask for places; also return whether the master was told checksums."""
-        options = source.options
-        abandoned = self._record.abandoned()
-        request = m.Allocate(
-            client=self._record.name,
-            batch=batch,
-            keys=list(source.keys),
-            lengths=source.lengths.tolist(),
-            checksums=source.sums.values.tolist() if source.sums.complete else [],
-            chunk_bytes=options.chunk_bytes,
-            pin=options.pin,
-            pin_s=options.pin_s,
-            group=options.group,
-            replicas=options.replicas,
-            media=list(options.media),
-            prefer=list(options.prefer),
-            avoid=self._record.avoided(),
-            abandoned=abandoned,
-        )
-        left_s = max(0.001, deadline_s - time.monotonic())
-        granted = yield from self._master.ask(request, m.Allocated, timeout_s=left_s)
-        self._record.told_abandoned(abandoned)
-        return granted, bool(request.checksums)
-
-    def _begin(self, put: OpenPut, rows: slice, deadline_s: float) -> Steps[None]:
-        """Begin to write what was granted."""
+    def _begin(self, put: OpenPut, rows: Ints | None, deadline_s: float) -> Steps[None]:
+        """Begin to write what was granted, or some rows of it."""
         granted = put.begun.granted
         if not granted.nodes:
             return
@@ -263,11 +323,12 @@ class Writing:
         while begun.under_way:
             yield from self._writer.end(begun)
             fresh = begun.result.written[len(put.committed) :]
+            fresh = [row for row in fresh if row >= put.num_early]
             if in_portions and fresh and begun.under_way:
                 is_much = int(lengths[fresh].sum()) >= COMMIT_BYTES
                 if is_much or len(begun.under_way) == 1:
                     yield from self._finish(put)
-        put.write.end(put.in_doubt())
+        self._end_writes(put)
         self._record.shun(begun.result.lost_nodes)
         if begun.granted.nodes:
             yield from self._finish(put)
@@ -277,17 +338,28 @@ class Writing:
         """After an error of the master's: let nobody read the caller's bytes any more."""
         while put.begun.under_way:
             yield from self._writer.end(put.begun)
-        put.write.end(put.in_doubt())
+        self._end_writes(put)
         if not put.begun.result.unsettled:
             # Whatever the master granted or will still grant of it, we write it no more.
             self._record.abandon(put.batch)
+
+    def _end_writes(self, put: OpenPut) -> None:
+        """Nothing is under way any more that anybody waits for."""
+        put.write.end(put.in_doubt())
+        if put.early is not None:
+            self._end_early(put.early)
 
     def _finish(self, put: OpenPut) -> Steps[None]:
         """Commit what was written since the last time; end the put, if nothing is under way."""
         result, source = put.begun.result, put.begun.source
         is_end = not put.begun.under_way
         # In the order of the blocks: the master takes the first of them as the youngest.
-        fresh = result.written[len(put.committed) :] = sorted(result.written[len(put.committed) :])
+        fresh = sorted(result.written[len(put.committed) :])
+        later: list[int] = []
+        if not is_end:  # the first blocks are the last, whenever they were written
+            later = [row for row in fresh if row < put.num_early]
+            fresh = fresh[len(later) :]
+        result.written[len(put.committed) :] = [*fresh, *later]
         blocks = np.array(fresh, dtype=np.int64) // put.begun.replicas
         request = m.Finish(
             client=self._record.name,

@@ -37,6 +37,7 @@ from kvstore.master.figures import check_invariants, statistics
 from kvstore.master.inventory import Inventory
 from kvstore.master.keeping import Keeping
 from kvstore.master.lending import Lending
+from kvstore.master.opening import PlaceOpener
 from kvstore.master.reading import Reading
 from kvstore.master.settling import Settling
 from kvstore.master.storing import Post, Storing, Wish
@@ -104,11 +105,12 @@ class StoreMaster:
         self._catalog.leases.last_id = last_lease_id
         self._planning = Planning(self._catalog, policies or PolicyConfig())
         abandoned = AbandonedBatches(self._catalog)
+        opener = PlaceOpener(self._catalog, timing, abandoned)
         self._settling = Settling(self._catalog)
         self._parts: list[MasterPart] = [
             Reading(self._catalog),
-            writing := Writing(self._catalog, timing, abandoned),
-            storing := Storing(self._catalog, timing, abandoned),
+            writing := Writing(self._catalog, timing, abandoned, opener),
+            storing := Storing(self._catalog, timing, abandoned, opener),
             lending := Lending(self._catalog, timing),
             self._settling,
             Witnessed(self._catalog, abandoned, put_s=timing.put_s),

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvstore import row_loops
 from kvstore.master.abandoned import AbandonedBatches
 from kvstore.master.books.allocator import padded
 from kvstore.master.books.catalog import Catalog
-from kvstore.master.books.open_puts import NO_KEY, PutBatch
+from kvstore.master.books.open_puts import PutBatch
 from kvstore.master.books.tenants import Tenant
+from kvstore.master.opening import MORE_MAX, PlaceOpener
 from kvstore.master.timing import MasterTiming
 from kvstore.master.transition import (
     NEVER,
@@ -35,10 +36,6 @@ from kvstore.wire.granted import Granted
 logger = logging.getLogger(__name__)
 
 Post = tuple[str, bytes, int, int, int]  # client, key, number of a place, bytes, checksum
-
-# So much of the pool is reserved at most: what one client keeps ahead, others cannot have.
-RESERVED_SHARE: Final = 1 / 32
-MORE_MAX: Final = 64  # places of one request
 
 
 class Wish(NamedTuple):
@@ -66,15 +63,23 @@ class Storing:
         catalog: The pool's books.
         timing: The master's durations.
         abandoned: Batches that writers gave up.
+        opener: Opens places.
 
     Attributes:
         granted: What is to be told to posters: what each ordered, and what it got. Empty it.
     """
 
-    def __init__(self, catalog: Catalog, timing: MasterTiming, abandoned: AbandonedBatches) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        timing: MasterTiming,
+        abandoned: AbandonedBatches,
+        opener: PlaceOpener,
+    ) -> None:
         self._catalog = catalog
         self._timing = timing
         self._abandoned = abandoned
+        self._opener = opener
         self._wished: list[Wish] = []
         self.granted: list[tuple[Wish, Granted]] = []
         # What is said to nearly all: the same object, so that it is encoded once.
@@ -99,27 +104,16 @@ class Storing:
         for wish in wished:
             tenant = self._catalog.tenants.acting(wish.client)
             if tenant is not None:
-                self._open(wish.client, wish.numbers, wish.length, wish.avoid, tenant, now)
+                self._opener.open(wish.client, wish.numbers, wish.length, wish.avoid, tenant, now)
                 if wish.poster:
-                    self.granted.append((wish, self._granted(wish)))
+                    granted = self._opener.granted(wish.client, wish.numbers)
+                    self.granted.append((wish, granted))
 
     def take_order(self, client: str, first: int, count: int, length: int, poster: int) -> None:
         """Have places opened soon; what is not legal is not opened."""
         if 0 < count <= MORE_MAX and length > 0:
             numbers = range(first, first + count)
             self._wished.append(Wish(client, numbers, length, (), poster))
-
-    def _granted(self, wish: Wish) -> Granted:
-        rows = []
-        for number in wish.numbers:
-            batch = self._catalog.puts.find(wish.client, number)
-            row = None if batch is None else self._catalog.puts.reserved(batch)
-            if row is None:
-                break
-            rows.append(row)
-        nodes, node_idx = self._catalog.pool.name(rows)
-        offsets = row_loops.gather(self._catalog.table.offset, rows)
-        return Granted(nodes, node_idx, offsets, self._timing.put_s)
 
     def take_posts(self, posts: Sequence[Post]) -> None:
         """Make blocks of places that their clients have filled, under keys that are free.
@@ -167,7 +161,7 @@ class Storing:
         batch = puts.find(client, request.batch)
         if request.nbytes and batch is None:
             numbers = (request.batch,)
-            self._open(client, numbers, request.nbytes, request.avoid, tenant, now)
+            self._opener.open(client, numbers, request.nbytes, request.avoid, tenant, now)
             batch = puts.find(client, request.batch)
         return m.Reserved(self._place(batch), self._timing.put_s)
 
@@ -202,7 +196,7 @@ class Storing:
                 puts.renumber(batch, request.following)
         else:
             if request.more:
-                self._open(client, request.more, request.length, request.avoid, tenant, now)
+                self._opener.open(client, request.more, request.length, request.avoid, tenant, now)
             if request.soon:
                 self._wished.append(Wish(client, request.soon, request.length, request.avoid))
             if not request.more:  # as nearly always; `following` names nothing
@@ -233,36 +227,6 @@ class Storing:
         stored = catalog.commit(batch, 0, now)
         assert stored, key
         return m.PutOutcome.STORED
-
-    def _open(
-        self,
-        client: str,
-        numbers: Sequence[int],
-        length: int,
-        avoid: Sequence[str],
-        tenant: Tenant,
-        now: float,
-    ) -> None:
-        """Reserve places, as many as there are to spare; none for a client that is counted."""
-        catalog, space = self._catalog, padded(length)
-        pool, puts = catalog.pool, catalog.puts
-        spare = int(pool.fast_bytes * RESERVED_SHARE - puts.reserved_bytes) // space
-        fresh = self._abandoned.others(client, puts.unknown(client, numbers))[: max(0, spare)]
-        if not fresh or tenant.quota_bytes is not None:
-            return
-        candidates = pool.candidates(client, now, avoid=avoid)
-        if not candidates.sets or candidates.sets[0][0].medium is m.Medium.SSD:
-            return  # a disk takes long: there a request more does not matter
-        candidates = candidates.without_overflow()
-        keys, lengths = [NO_KEY] * len(fresh), [length] * len(fresh)
-        rows = pool.place_many(keys, lengths, space, candidates)
-        while len(rows) < len(fresh):
-            row = pool.place(NO_KEY, length, space, candidates)
-            if row is None:
-                break
-            rows.append(row)
-        catalog.describe(rows, [0] * len(rows), 0, tenant)
-        puts.reserve(client, fresh, rows, catalog.leases.awake(now), tenant.number)
 
     def _stored(self, request: m.Store, outcome: m.PutOutcome) -> m.Stored:
         """Say which of the places that a request names are the writer's now."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from kvstore import row_loops
 from kvstore.checksum import table_bytes
 from kvstore.master.abandoned import AbandonedBatches
@@ -13,6 +15,7 @@ from kvstore.master.books.candidates import Candidates
 from kvstore.master.books.catalog import Catalog
 from kvstore.master.books.open_puts import PutBatch
 from kvstore.master.books.tenants import Tenant
+from kvstore.master.opening import MORE_MAX, PlaceOpener
 from kvstore.master.timing import MasterTiming
 from kvstore.master.transition import (
     Transition,
@@ -36,12 +39,20 @@ class Writing:
         catalog: The pool's books.
         timing: The master's durations.
         abandoned: Batches that writers gave up.
+        opener: Opens places.
     """
 
-    def __init__(self, catalog: Catalog, timing: MasterTiming, abandoned: AbandonedBatches) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        timing: MasterTiming,
+        abandoned: AbandonedBatches,
+        opener: PlaceOpener,
+    ) -> None:
         self._catalog = catalog
         self._timing = timing
         self._abandoned = abandoned
+        self._opener = opener
 
     def transitions(self) -> Mapping[type, Transition]:
         """Return what carries out which type of request."""
@@ -77,7 +88,14 @@ class Writing:
         outcomes = self._grant_all(request, batch, tenant, now)
         if known is None and batch.rows:
             self._catalog.puts.add(batch)
-        return self._allocated(request, batch, outcomes, now)
+        allocated = self._allocated(request, batch, outcomes, now)
+        if not request.more:
+            return allocated
+        self._opener.open(
+            request.client, request.more, request.more_bytes, request.avoid, tenant, now,
+            on_disks=True,
+        )  # fmt: skip
+        return replace(allocated, ahead=self._opener.granted(request.client, request.more))
 
     def _new_batch(self, request: m.Allocate, tenant: Tenant, now: float) -> PutBatch:
         return PutBatch(
@@ -104,6 +122,8 @@ class Writing:
             media=request.media,
         )
         outcomes, new = self._sort_out(request, batch, tenant, now)
+        if request.places and new:
+            new = self._take_places(request, new, batch, tenant)
         lengths = request.lengths
         by_length: dict[int, Sequence[int]] = {}
         if new and lengths.count(lengths[0]) == len(lengths):  # as nearly always
@@ -150,6 +170,29 @@ class Writing:
                 outcome = m.PutOutcome.GRANTED  # unless it can't be placed
             outcomes.append(outcome)
         return outcomes, list(fresh.values())
+
+    def _take_places(
+        self, request: m.Allocate, positions: Sequence[int], batch: PutBatch, tenant: Tenant
+    ) -> list[int]:
+        """Open copies in the reserved places that are named; return who needs one of the others."""
+        catalog, table, left = self._catalog, self._catalog.table, list[int]()
+        puts, places = catalog.puts, request.places
+        for position in positions:
+            if position >= len(places) or batch.replicas > 1 or request.chunk_bytes:
+                left.append(position)
+                continue
+            length, held = request.lengths[position], puts.find(request.client, places[position])
+            row = None if held is None else puts.reserved(held)
+            fits = row is not None and table.space[row] == padded(length)
+            if held is None or row is None or not fits or table.tenant[row] != tenant.number:
+                left.append(position)
+                continue
+            puts.take_place(held, row)
+            table.keys[row], table.length[row] = request.keys[position], length
+            table.checksum[row] = _checksum_of(request, position)
+            puts.hold(request.keys[position], row)
+            batch.rows[position] = row
+        return left
 
     def _place_all(
         self,
@@ -330,4 +373,18 @@ def _problem(request: m.Allocate) -> str:
         return NO_CHECKSUM
     if not 0 <= request.chunk_bytes < CHUNK_END:
         return f"chunks of {request.chunk_bytes} bytes"
+    if request.places or request.more:
+        return _problem_ahead(request)
+    return ""
+
+
+def _problem_ahead(request: m.Allocate) -> str:
+    """Say what is illegal about the places of a request."""
+    if len(request.places) > len(request.keys):
+        return f"{len(request.places)} places for {len(request.keys)} blocks"
+    if len(request.more) > MORE_MAX or (request.more and not request.more_bytes):
+        return f"{len(request.more)} places of {request.more_bytes} bytes at once"
+    numbers = {request.batch, *request.places, *request.more}
+    if len(numbers) < 1 + len(request.places) + len(request.more):
+        return "a number that is used twice"
     return ""

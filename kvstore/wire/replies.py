@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvstore.wire.columns import Copy, NodeAddress, Pin, Place, PutOutcome, RefusalReason
+from kvstore.wire.granted import Granted
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
@@ -73,6 +74,7 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
             says no more then than that length and parts are the same. Empty if none exists.
         provisional: The master has just started: `NO_SPACE` is not its last word. Filled in where
             the reply arrives, from its envelope.
+        ahead: Places of the first of `Allocate.more`, as many as could be had.
     """
 
     outcomes: list[PutOutcome]
@@ -83,6 +85,7 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
     retry_s: float = 0.0
     checksums: list[int] = []
     provisional: bool = False
+    ahead: Granted | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 from configs.schema import KVStoreConfig, TransferBackend, TransferConfig
 from kvstore import KVStoreError, Store
-from kvstore.client import block_writer, reserved_places
+from kvstore.client import allocating, block_writer, disk_places, reserved_places
 from tests.support.waits import eventually
 
 
@@ -26,7 +26,8 @@ def begin_and_wait(
 
     Args:
         kind: "reserved": places are held ahead. "batch": of a batch nothing is written yet.
-            "written": all of it is, and the master was not told.
+            "written": all of it is, and the master was not told. "early": places on a disk are
+            held ahead, and once told to go on it writes there and never asks the master.
     """
     reserved_places.IDLE_S = 60.0
     options = {} if backend is None else {"transfer": TransferConfig(backend=backend)}
@@ -51,6 +52,13 @@ def begin_and_wait(
             return start(self, *args)
 
         block_writer.BlockWriter._start = start_later
+    elif kind == "early":
+        disk_places.PUT_BYTES_MIN = 1
+        for _ in range(2):  # the first one orders places
+            values = [secrets.token_bytes(nbytes) for _ in range(4)]
+            assert set(store.put_batch([v[:16] for v in values], values)) == {"stored"}
+        allocating.Allocating.ask = lambda self, *args, **options: pipe.recv()
+        stop()
     elif kind == "written":
         end = block_writer.BlockWriter._end
 

@@ -177,6 +177,15 @@ class OpenPuts:
             batch.rows.clear()
             self._forget(batch)
 
+    def take_place(self, batch: PutBatch, row: int) -> None:
+        """Make the only copy of a batch, a reserved place, one that is to be another put's.
+
+        That gives it a key and adds it to its own in the same step.
+        """
+        self._unreserve(row)
+        batch.rows.clear()
+        self._forget(batch)
+
     def renumber(self, batch: PutBatch, number: int) -> None:
         """Let a batch have another number, which is not in use."""
         assert self.find(batch.client, number) is None, batch

@@ -41,7 +41,8 @@ class SegmentPool:
         self._batches = BatchPlacement(table, self.of, self.joined, clear)
         self.all_heard_s = -math.inf  # nobody's silence began before this
         self.doubted: set[str] = set()  # nodes that are not sent readers until they are heard of
-        self.fast_bytes = 0  # capacity of all segments that are no disks; read it only
+        # Capacity of all segments that are no disks, and of the disks; read them only.
+        self.fast_bytes = self.disk_bytes = 0
 
     @property
     def overflow(self) -> Overflow | None:
@@ -144,6 +145,7 @@ class SegmentPool:
     def _count_fast(self) -> None:
         fast = (s.capacity for s in self if s.medium is not Medium.SSD)
         self.fast_bytes = sum(fast)
+        self.disk_bytes = sum(s.capacity for s in self) - self.fast_bytes
 
     def silent_since(self, deadline_s: float) -> list[str]:
         """Nodes not heard of after this time. Looks at all only when one may be among them."""

@@ -37,11 +37,11 @@ def fill_and_check(pool):
     return others
 
 
-def holds_only_what_was_committed(pool):
-    assert pool.master.statistics().blocks == NUM_BEFORE
+def holds_only_what_was_committed(pool, count=NUM_BEFORE):
+    assert pool.master.statistics().blocks == count
     blocks = pool.nodes[0]._segments[0].index.blocks()
     pool.nodes[0]._segments[0].verify(blocks)
-    return len(pool.nodes[0]._segments[0].index.blocks()) == NUM_BEFORE
+    return len(pool.nodes[0]._segments[0].index.blocks()) == count
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -63,13 +63,16 @@ def test_what_a_killed_writer_held_on_a_disk_is_free_without_an_administrator(
     pool.master.check_invariants()
 
 
+@pytest.mark.parametrize("kind", ["batch", "early"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_killed_in_the_middle_of_a_write_it_frees_nothing_before_the_disk_is_done(
-    stack, tmp_path, backend, monkeypatch
+    stack, tmp_path, backend, kind, monkeypatch
 ):
     put_s = 600.0 if backend is None else PUT_S
     pool = Pool(stack, open_put_s=put_s, heartbeat_s=0.1, segments=disk_alone(tmp_path))
-    writer = Writer(pool, backend, "batch")
+    writer = Writer(pool, backend, kind)
+    num_before = pool.master.statistics().blocks
+    assert num_before == NUM_BEFORE + 8 * (kind == "early")
     disk = HangingDisk(monkeypatch)
     try:
         writer.pipe.send("go on")
@@ -87,7 +90,7 @@ def test_killed_in_the_middle_of_a_write_it_frees_nothing_before_the_disk_is_don
         disk.let_go()
     eventually(lambda: under_way(pool) == 0, "its places are free again", timeout_s=WAIT_S)
     assert not node._segments[0]._void
-    assert holds_only_what_was_committed(pool), "nobody said that the bytes are there"
+    assert holds_only_what_was_committed(pool, num_before), "nobody said that they are there"
     others = fill_and_check(pool)
     assert {key: pool.store.get(key) for key in others} == others
     pool.master.check_invariants()

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from configs.schema import Eviction
-from kvstore.master import storing
+from kvstore.master import opening
 from kvstore.master.books.allocator import padded
 from kvstore.master.books.copy_state import OPEN, QUARANTINED
 from kvstore.master.store_master import MasterTiming, StoreMaster
@@ -53,6 +54,7 @@ class Lease:
 
 class MasterMachine(RuleBasedStateMachine):
     eviction = Eviction.LRU
+    medium = m.Medium.DRAM
 
     def __init__(self):
         super().__init__()
@@ -65,10 +67,11 @@ class MasterMachine(RuleBasedStateMachine):
         self.fenced: set[str] = set()
         self.heard: dict[str, float] = {}
         self.batch = 0
-        self.share, storing.RESERVED_SHARE = storing.RESERVED_SHARE, 0.5
+        self.shares = opening.RESERVED_SHARE, opening.DISK_SHARE
+        opening.RESERVED_SHARE = opening.DISK_SHARE = 0.5
 
     def teardown(self):
-        storing.RESERVED_SHARE = self.share
+        opening.RESERVED_SHARE, opening.DISK_SHARE = self.shares
 
     def step(self, request):
         return self.master.step(request, self.now)
@@ -107,7 +110,9 @@ class MasterMachine(RuleBasedStateMachine):
     @rule(node=st.sampled_from(NODES))
     def register(self, node):
         was_there = self.living(node)
-        request = m.Register(node, f"{node}:1", CAPACITY, not was_there, m.HeldBlocks())
+        request = m.Register(
+            node, f"{node}:1", CAPACITY, not was_there, m.HeldBlocks(), medium=self.medium
+        )
         if self.tell(node, request) is not None:
             self.heard[node] = self.now
             if not was_there:  # a new segment: whatever was in an old one is gone
@@ -119,16 +124,44 @@ class MasterMachine(RuleBasedStateMachine):
         for lease in self.leases.values():
             lease.ranges = [r for r in lease.ranges if r[0] != node]
 
+    def named(self, client, wanted, data):
+        """Places of a client for the first of these keys, whose blocks are written there early."""
+        held = [place for place in self.places if place.client == client]
+        count = data.draw(st.integers(0, min(len(held), len(wanted))))
+        return data.draw(st.permutations(held))[:count]
+
     @rule(client=clients, wanted=keys, pin=st.booleans(), data=st.data())
     def allocate(self, client, wanted, pin, data):
         self.batch += 1
         lengths = [data.draw(st.sampled_from([1, 64, 100, 200])) for _ in wanted]
         checksums = [data.draw(st.integers(0, 1)) for _ in wanted]
+        places = self.named(client, wanted, data)
+        for position, place in enumerate(places):
+            if data.draw(st.integers(0, 3)):  # nearly always it fits
+                lengths[position] = place.length
+        more = list(range(self.batch + 1, self.batch + 1 + data.draw(st.integers(0, 3))))
+        request = replace(
+            self.request(client, wanted, lengths, checksums, pin),
+            places=[place.batch for place in places],
+            more=more,
+            more_bytes=64 if more else 0,
+        )
+        self.step(m.Observe())
         before = {key: self.is_there(key) for key in wanted}
-        request = self.request(client, wanted, lengths, checksums, pin)
+        usable = {
+            position: place
+            for position, place in enumerate(places)
+            if self.is_open(place) and padded(place.length) == padded(lengths[position])
+        }
         reply = self.tell(client, request)
+        self.batch += len(more)
         if reply is None:
             return
+        for position, place in usable.items():
+            if reply.outcomes[position] is m.PutOutcome.GRANTED:
+                found = reply.nodes[reply.node_idx[position]].node, reply.offsets[position]
+                assert found == (place.node, place.offset), "written there already"
+                self.places.remove(place)
         first, reply = reply, self.tell(client, request)  # as if the first reply was lost
         for position, outcome in enumerate(first.outcomes):
             if outcome is m.PutOutcome.GRANTED:
@@ -149,12 +182,22 @@ class MasterMachine(RuleBasedStateMachine):
                 node = reply.nodes[reply.node_idx[position]].node
                 offset, length = reply.offsets[position], lengths[position]
                 self.assert_untouched(node, offset, length)
-                if node == client and lengths[position] <= 64 and position == 0:
+                if node == client and lengths[position] <= 64 and position == 0 and not usable:
                     assert all(self.full(other) for other in others), "not its own node first"
                 put = Put(
-                    client, self.batch, position, key, length, checksums[position], node, offset
+                    client, request.batch, position, key, length, checksums[position], node, offset
                 )
                 self.puts.append(put)
+        self.granted_ahead(client, more, reply)
+
+    def granted_ahead(self, client, more, reply):
+        """Note what was opened for the next put."""
+        assert (reply.ahead is None) == (not more)
+        if not more:
+            return
+        ahead = reply.ahead
+        for number, index, offset in zip(more, ahead.node_idx, ahead.offsets, strict=False):
+            self.granted(client, number, 64, m.Place(ahead.nodes[index], offset))
 
     def full(self, node):
         segment = self.master._catalog.pool.find(node, 0)
@@ -406,8 +449,14 @@ class PrefixMachine(MasterMachine):
     eviction = Eviction.PREFIX_AWARE
 
 
-TestMaster, TestFifo, TestPrefix = (
-    machine.TestCase for machine in (MasterMachine, FifoMachine, PrefixMachine)
+class DiskMachine(MasterMachine):
+    medium = m.Medium.SSD
+
+
+TestMaster, TestFifo, TestPrefix, TestDisks = (
+    machine.TestCase for machine in (MasterMachine, FifoMachine, PrefixMachine, DiskMachine)
 )
 TestMaster.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestFifo.settings = TestPrefix.settings = settings(TestMaster.settings, max_examples=20)
+TestFifo.settings = TestPrefix.settings = TestDisks.settings = settings(
+    TestMaster.settings, max_examples=20
+)

@@ -17,7 +17,7 @@ import pytest
 from configs.schema import TransferBackend, TransferConfig
 from kvstore import copying, mailbox
 from kvstore.client import reserved_places
-from kvstore.master import storing
+from kvstore.master import opening
 from kvstore.node import mailboxes
 from kvstore.node.indexed_block import blocks_of
 from kvstore.node.mailboxes import RECENT_BLOCKS_MAX, Mailboxes
@@ -298,7 +298,7 @@ def test_several_clients_in_a_pool_that_is_small(stack, monkeypatch, mailbox_byt
     monkeypatch.setattr(mailbox, "MAILBOX_BYTES", mailbox_bytes)
     if other_clock:
         monkeypatch.setattr(Mailboxes, "offer_to", lambda self, peer: (b"", ""))
-    monkeypatch.setattr(storing, "RESERVED_SHARE", 0.5)
+    monkeypatch.setattr(opening, "RESERVED_SHARE", 0.5)
     pool = Pool(stack, segment_bytes=1 << 20, heartbeat_s=0.1)
     stores, rng, values = [pool.store, pool.connect(), pool.connect()], random.Random(), {}
     for _ in range(400):

@@ -23,7 +23,7 @@ from kvstore import (
     RegionPiece,
 )
 from kvstore.client import reserved_places
-from kvstore.master import storing
+from kvstore.master import opening
 from kvstore.node.settlement import Settlement
 from kvstore.shards.plan import shard_of
 from kvstore.values import place_supply
@@ -66,7 +66,7 @@ def test_one_request_per_put_once_the_size_is_known(stack, monkeypatch, patient)
 @pytest.mark.parametrize("nbytes", [1, 63, 100, 4096, 100_003, 1 << 20, 4 << 20, 16 << 20])
 @pytest.mark.parametrize("backend", [TransferBackend.SHARED_MEMORY, TransferBackend.TCP])
 def test_every_size_and_kind_is_its_bytes(stack, monkeypatch, patient, nbytes, backend):
-    monkeypatch.setattr(storing, "RESERVED_SHARE", 1.0)
+    monkeypatch.setattr(opening, "RESERVED_SHARE", 1.0)
     pool = Pool(stack, segment_bytes=(16 << 20) + 9 * nbytes)
     store = pool.connect(transfer=TransferConfig(backend=backend))
     memory = allocate(nbytes + 100)
