@@ -12,11 +12,12 @@ disk gives. They write
 back what they have read there, so the node loses nothing. (Of two files on one disk, both written
 before, one may take writes a sixth faster than the other.) Which of the two comes first changes
 from turn to turn, and the ratio is taken turn by turn. A turn of 96 blocks is over in 20 ms, much
-of which is how the disk gets busy and is left again; that is measured, and beside it (`sustained`)
-turns of four times as many: the same calls, one behind the other, of the same memory under new
-keys, and as many calls of plain threads on the same file. Nothing passes the page cache, neither side
-waits until the disk has made its writes durable, and all of the file has been written before (the
-first write to a place takes the file system twice as long). Plain threads need almost
+of which is how the disk gets busy and is left again; that is measured, and beside it
+(`sustained`) turns of four times as many: the same calls, one behind the other, of the same
+memory under new keys, and as many calls of plain threads on the same file. Nothing passes the
+page cache, neither side waits until the disk has made its writes durable, and all of the file has
+been written before (the first write to a place takes the file system twice as long). Plain
+threads need almost
 no processor, the store needs it for checksums and, far, for a copy of what is got (`ssd_tier_cpu`,
 both processes and the master): on a machine whose cores are busy (`load`) the ratio says how
 busy they are.
