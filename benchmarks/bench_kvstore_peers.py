@@ -1,4 +1,4 @@
-"""Put and get beside Mooncake Store, Redis, Valkey and plain memcpy, in one run.
+"""Put, get and reading in place beside Mooncake Store, Redis, Valkey and memcpy, in one run.
 
     python -m benchmarks.bench_kvstore_peers [--peers FOLDER] [--minutes 9]
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness import Recorder
+from benchmarks.kvstore_in_place import VIEWS, in_place_cases, in_place_lines, in_place_table
 from benchmarks.peer_environment import default_folder, peer_environment, store_clients
 from benchmarks.transfer_bars import Case, Figures, Verdict, figure_table, paired, verdict_table
 from benchmarks.transfer_sides import SideFailed, SideProcess
@@ -32,6 +33,7 @@ SIZES = ((65536, 1), (1 << 20, 1), (16 << 20, 1), (16384, 1000))
 SAME_HOST = ("mooncake local", "mooncake dummy", "redis", "valkey")
 AT_MEMCPY = 0.7  # a peer that is this near to memcpy is at its speed
 OURS, OURS_TCP, MEMCPY = "ours", "ours tcp", "memcpy"
+HAVE_VIEWS = (OURS, "mooncake local", "mooncake dummy")
 
 
 def cases_of(clients: tuple[int, ...]) -> list[Case]:
@@ -98,6 +100,8 @@ def one_round(
     for position, case in enumerate(cases):
         turn = (number + position) % len(names)
         for name in names[turn:] + names[:turn]:
+            if case.op in VIEWS and name not in HAVE_VIEWS:
+                continue
             request = {"op": case.op, "size": case.size, "blocks": case.blocks,
                        "clients": int(case.transport.split()[0]), "seconds": seconds}  # fmt: skip
             try:
@@ -113,6 +117,8 @@ def verdicts_of(figures: Figures, cases: list[Case]) -> list[Verdict]:
     """Judge the bars of the store."""
     found = []
     for case in cases:
+        if case.op in VIEWS:
+            continue  # they stand beside the bars, and have none
         if case.size == 4096:
             found.append(_verdict(figures, case, OURS, "redis", "p50_us", 1.0, at_least=False))
             continue
@@ -154,6 +160,7 @@ def record(figures: Figures, found: list[Verdict]) -> None:
         recorder.lines.append({"figure": "bar", "bar": one.bar, "case": one.case,
                                "value": one.ratio, "rounds": one.rounds,
                                "verdict": one.word})  # fmt: skip
+    recorder.lines += in_place_lines(figures)
     recorder.write()
 
 
@@ -171,7 +178,8 @@ def main() -> None:
     parser.add_argument("--no-record", action="store_true", help="Leave the results file alone.")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
-    cases = cases_of(tuple(options.clients or (1, 4)))
+    clients = tuple(options.clients or (1, 4))
+    cases = cases_of(clients) + in_place_cases(clients)
     figures: Figures = {}
     with (
         tempfile.TemporaryDirectory(prefix="kv") as folder,
@@ -190,6 +198,7 @@ def main() -> None:
     for figure in ("gb_s", "p50_us"):
         console.print(figure_table(figures, cases, names, figure))
     console.print(verdict_table(found))
+    console.print(in_place_table(figures))
     console.print(f"load of the machine: {os.getloadavg()[0]:.1f}")
     if not options.no_record:
         record(figures, found)

@@ -34,6 +34,9 @@ READY_S = 60.0
 READY = "ready"  # of a client: it is there, or warm
 
 
+Use = Callable[[Any], object]
+
+
 class StoreClient(Protocol):
     """One client of a store. Every put is of new keys, unless the peer has no such notion."""
 
@@ -45,6 +48,12 @@ class StoreClient(Protocol):
 
     def get(self, size: int, blocks: int, turn: int) -> None:
         """Read values that an earlier put stored into the buffer; `turn` says which."""
+
+    def view(self, size: int, turn: int, use: Use) -> None:
+        """Have a value that an earlier put stored used where it lies, without a copy of ours.
+
+        Only some peers have that; `use` gets its [size] uint8.
+        """
 
     def begin(self) -> None:
         """Forget what earlier measurements left, where the peer does not do so by itself."""
@@ -82,6 +91,34 @@ def start_server(command: list[str], port: int, folder: Path) -> subprocess.Pope
     raise RuntimeError(f"{command[0]} did not start")
 
 
+def read_all(value: Any) -> int:
+    """Read every byte of a value once, as whoever is handed it does."""
+    return int(np.bitwise_xor.reduce(value.view(np.uint64)))
+
+
+def operation(client: StoreClient, request: dict[str, Any]) -> Callable[[int], None]:
+    """Return what is measured; it takes the number of the turn.
+
+    Raises:
+        RuntimeError: What is viewed is not what was put.
+    """
+    size, blocks, op = request["size"], request["blocks"], request["op"]
+    if op == "put":
+        return lambda turn: client.put(size, blocks)
+    if op == "get":
+        return lambda turn: client.get(size, blocks, turn)
+    wanted = client.buffer[:size].copy()
+
+    def compare(value: Any) -> None:
+        if not np.array_equal(value, wanted):
+            raise RuntimeError("what is seen is not what was put")
+
+    for turn in range(4):
+        client.view(size, turn, compare)
+    use = len if op == "view" else read_all
+    return lambda turn: client.view(size, turn, use)
+
+
 def measure(
     client: StoreClient, request: dict[str, Any], wait: Callable[[], bool]
 ) -> dict[str, Any] | None:
@@ -101,15 +138,13 @@ def measure(
     for _ in range(2):
         client.get(size, blocks, turn)
         turn += 1
+    run = operation(client, request)
     if not wait():
         return None
     begin = now = time.perf_counter()
     while now - begin - skipped < request["seconds"]:
-        if op == "put":
-            client.put(size, blocks)
-        else:
-            client.get(size, blocks, turn)
-            turn += 1
+        run(turn)
+        turn += 1
         later = time.perf_counter()
         spans.append(later - now)
         now = later
