@@ -116,7 +116,7 @@ def status(admin: Admin, as_json: bool) -> None:
     else:
         click.echo(tables.headline(report))
         for table in (tables.master_table(report), tables.segment_table(report)):
-            _console().print(table)
+            tables.show(_console(), table)
     if not report.ready:
         raise click.exceptions.Exit(1)
 
@@ -146,7 +146,7 @@ def ls(
             for block in page.blocks:
                 click.echo(msgspec.json.encode(block).decode())
         elif page.blocks or first:
-            _console().print(tables.block_table(page, with_header=first))
+            tables.show(_console(), tables.block_table(page, with_header=first))
         next_after, first = page.next_after, False
     if next_after is not None:
         click.echo(f"more: --after {next_after}", err=True)
@@ -177,7 +177,7 @@ def verify(admin: Admin, as_json: bool, sample: float, seed: int, only_look: boo
     else:
         click.echo(tables.verify_line(report))
         if report.bad:
-            _console().print(tables.bad_table(report))
+            tables.show(_console(), tables.bad_table(report))
     if report.state is not VerifyState.DONE or report.bad_copies:
         raise click.exceptions.Exit(1)
 
@@ -253,7 +253,7 @@ def tenants(admin: Admin, as_json: bool, quotas: tuple[str, ...]) -> None:
     if as_json:
         _print_json(page)
     else:
-        _console().print(tables.tenant_table(page))
+        tables.show(_console(), tables.tenant_table(page))
 
 
 @store_command.command()
@@ -269,7 +269,7 @@ def writers(admin: Admin, as_json: bool, dead: str | None) -> None:
     if as_json:
         _print_json(page)
     else:
-        _console().print(tables.writer_table(page))
+        tables.show(_console(), tables.writer_table(page))
 
 
 def _parse_quota(text: str) -> tuple[str, int | None]:
@@ -382,6 +382,7 @@ def _print_json(report: msgspec.Struct) -> None:
 
 
 def _console() -> Console:
-    console = Console()
+    # Names are what clients said: `[/x]` is no markup, and `:key:` no picture.
+    console = Console(markup=False, emoji=False)
     # A pipe has no width; keys and names must not be cut there.
-    return console if console.is_terminal else Console(width=200)
+    return console if console.is_terminal else Console(width=200, markup=False, emoji=False)

@@ -22,6 +22,22 @@ if TYPE_CHECKING:
     )
 
 _NUMERIC = "right"
+_WIDEST = 10_000  # of a table, before it is asked whether it fits
+
+
+def show(console: Console, table: Table) -> None:
+    """Print a table; where it is wider than the terminal, each row as lines of name and value."""
+    unbounded = console.options.update(width=_WIDEST)
+    if console.measure(table, options=unbounded).maximum <= console.width:
+        console.print(table)
+        return
+    names = [str(column.header) for column in table.columns]
+    margin = max(map(len, names))
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        for name, value in zip(names, row, strict=True):
+            if value:
+                console.print(f"{name:>{margin}}  {value}", soft_wrap=True, highlight=False)
+        console.print()
 
 
 def shown_bytes(nbytes: float) -> str:
@@ -116,7 +132,7 @@ def block_table(page: BlockPage, *, with_header: bool) -> Table:
             str(block.nbytes),
             f"{block.pin}{', leased' if block.leased else ''}",
             block.tenant or "-",
-            block.group or "-",
+            _printable(block.group) or "-",
             ", ".join(copies),
         )
     return table
@@ -185,6 +201,11 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=max(done, total))
+
+
+def _printable(name: str) -> str:
+    """Return what a client called something, without what would steer the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
 
 
 def _table(*columns: tuple[str, str]) -> Table:

@@ -160,9 +160,9 @@ class RemoteAdmin:
                 return msgspec.json.decode(answer.content, type=kind)
             problem = msgspec.json.decode(answer.content, type=_ErrorBody).error.problem
         except msgspec.MsgspecError as error:
+            what = "not an administration service of the store, or one of another version"
             raise AdminUnavailable(
-                url=self._url,
-                problem=f"not an administration service of the store (HTTP {answer.status_code})",
+                url=self._url, problem=f"{what} (HTTP {answer.status_code})"
             ) from error
         if answer.status_code == 503:
             raise AdminUnavailable(url=self._url, problem=problem)

@@ -61,19 +61,23 @@ class PutOptions:
 def _check_types(options: PutOptions) -> None:
     """Refuse here what a master would refuse, or take for something else."""
     good = {
-        "pin": isinstance(options.pin, Pin),
-        "replicas, chunk_bytes": type(options.replicas) is type(options.chunk_bytes) is int,
-        "pin_s": isinstance(options.pin_s, int | float),
-        "wait_for_space": isinstance(options.wait_for_space, bool),
-        "chain": options.chain is None or isinstance(options.chain, Chain),
+        "pin": (isinstance(options.pin, Pin), "a kvstore.Pin"),
+        "replicas": (type(options.replicas) is int, "an integer"),
+        "chunk_bytes": (type(options.chunk_bytes) is int, "an integer"),
+        "pin_s": (isinstance(options.pin_s, int | float), "a number of seconds"),
+        "wait_for_space": (isinstance(options.wait_for_space, bool), "True or False"),
+        "chain": (options.chain is None or isinstance(options.chain, Chain), "a kvstore.Chain"),
         # A single name would be taken for its letters.
-        "media": _are_texts(options.media) and set(options.media) <= MEDIA,
-        "prefer": _are_texts(options.prefer),
+        "media": (
+            _are_texts(options.media) and set(options.media) <= MEDIA,
+            "a tuple of kvstore.Medium",
+        ),
+        "prefer": (_are_texts(options.prefer), "a tuple of nodes' names"),
     }
-    for names, is_good in good.items():
+    for name, (is_good, expected) in good.items():
         if not is_good:
-            seen = ", ".join(f"{getattr(options, name)!r:.40}" for name in names.split(", "))
-            raise InvalidValue(problem=f"options of a put: {names} cannot be {seen}")
+            seen = f"{getattr(options, name)!r:.40}"
+            raise InvalidValue(problem=f"options of a put: {name} is {expected}, not {seen}")
 
 
 def _are_texts(values: object) -> bool:

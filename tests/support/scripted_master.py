@@ -91,7 +91,7 @@ class ScriptedMaster:
             pins=[m.Pin.NONE] * len(keys),
             leased=[False] * len(keys),
             tenants=[request.tenant or ""] * len(keys),
-            groups=[""] * len(keys),
+            groups=[request.group or ""] * len(keys),
             nodes=[m.NodeAddress("some-node", "127.0.0.1:1")],
             copies=[[0]] * len(keys),
             more=len(left) > request.limit,

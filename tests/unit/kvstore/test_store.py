@@ -236,6 +236,20 @@ def test_a_name_that_is_no_text_is_no_key(pool):
 
 
 @pytest.mark.parametrize(
+    ("option", "expected"),
+    [({"pin": "hard"}, "pin is a kvstore.Pin, not 'hard'"),
+     ({"media": "ssd"}, "media is a tuple of kvstore.Medium, not 'ssd'"),
+     ({"media": ("tape",)}, "media is a tuple of kvstore.Medium, not ('tape',)"),
+     ({"replicas": True}, "replicas is an integer, not True"),
+     ({"prefer": "node"}, "prefer is a tuple of nodes' names, not 'node'")],
+)  # fmt: skip
+def test_options_of_another_type_say_what_is_expected(option, expected):
+    with pytest.raises(InvalidValue) as caught:
+        PutOptions(**option)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "options",
     [{"replicas": 0}, {"replicas": 9}, {"chunk_bytes": -1}, {"pin_s": -1.0},
      {"pin_s": float("nan")}, {"pin_s": float("inf")}, {"group": "g" * 65}],

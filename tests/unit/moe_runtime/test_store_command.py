@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import secrets
 import socket
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from configs.kvstore_admin import KVAdminConfig
 from configs.schema import TransferConfig
 from kvstore.admin.admin_server import AdminServer
 from kvstore.admin.store_admin import StoreAdmin
 from kvstore.wire import messages as m
-from moe_runtime import store_command
+from moe_runtime import store_command, store_tables
 from moe_runtime.cli import main
 from moe_runtime.store_command import Bytes
 from moe_runtime.store_tables import shown_bytes
@@ -83,6 +85,32 @@ def test_an_empty_page_is_an_empty_table(store, master):
     master.keys.clear()
     result = store("ls", "--all")
     assert (result.exit_code, "key" in result.stdout) == (0, True)
+
+
+def test_names_of_clients_are_shown_and_nothing_else(store):
+    """Neither markup, nor pictures, nor anything that steers a terminal."""
+    result = store("ls", "--group", "[/x] [red] :key: \x1b[2J\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count(r"[/x] [red] :key: \x1b[2J\n") == 7
+
+
+@pytest.mark.parametrize("width", [30, 80, 200])
+def test_no_name_is_cut_on_a_narrow_terminal(master, width):
+    with StoreAdmin(master.address, secret=SECRET) as admin:
+        report, page = admin.status(), admin.blocks()
+    shown = io.StringIO()
+    console = Console(file=shown, width=width, markup=False)
+    for table in (
+        store_tables.master_table(report),
+        store_tables.segment_table(report),
+        store_tables.block_table(page, with_header=True),
+    ):
+        store_tables.show(console, table)
+    lines = shown.getvalue().splitlines()
+    for name in (master.address, NODE, *(key.hex() for key in master.keys)):
+        assert any(name in line for line in lines), name
+    assert ("largest hole  256 KiB" in lines) == (width < 200)
+    assert any("node" in line and "largest hole" in line for line in lines) == (width == 200)
 
 
 def test_a_drain_is_waited_for(store, master):
