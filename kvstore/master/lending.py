@@ -177,7 +177,11 @@ class Lending:
         if node is None:
             return m.Known(known=False)
         pool.hear(node, now)
-        return m.Known(known=True, copies=request.node in self._catalog.nodes_with_work)
+        return m.Known(
+            known=True,
+            copies=request.node in self._catalog.nodes_with_work,
+            pins=self._catalog.pins.untold.news(request.node, request.pins_heard),
+        )
 
     def _leave(self, request: m.Leave, now: float) -> m.Reply:
         del now

@@ -101,7 +101,7 @@ class StoreMaster:
         # An idle master is not asleep: else short leases would never end while nobody asks.
         self._asleep_s = max(timing.lease_s * ASLEEP_SHARE, 2 * timing.heartbeat_s)
         self._pause_s_max = min(timing.silence_s * DEAF_SHARE, self._asleep_s)
-        self._catalog.planned.last_id = last_copy_id
+        self._catalog.planned.last_id = self._catalog.pins.untold.seed = last_copy_id
         self._catalog.leases.last_id = last_lease_id
         self._planning = Planning(self._catalog, policies or PolicyConfig())
         abandoned = AbandonedBatches(self._catalog)

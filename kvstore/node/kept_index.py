@@ -114,6 +114,16 @@ class KeptIndex:
                 self._note(self._log.forget_record(block.offset, block.end))
             return found
 
+    def set_pinned(self, offset: int, key: bytes, *, pinned: bool) -> None:
+        """Remember whether a block is pinned, unless another lies there."""
+        with self._lock:
+            block = self._index.at(offset)
+            if block is None or block.key != key or block.pinned == pinned:
+                return
+            block.pinned = pinned
+            if self._log is not None:
+                self._note(self._log.put_record(block))
+
     def holds(self, block: IndexedBlock) -> bool:
         """Whether this very block is still what lies there."""
         with self._lock:

@@ -13,8 +13,7 @@ Each master has its own share of each segment, and of what lies there:
     segment  │  share of master 0  │  share of master 1  │ ... │ rest, unused │
 
 One thread does all of it; the bytes of the segments come and go meanwhile. It is woken when the
-connection to a master ends or another takes its place, so that a new master need not wait for the
-next heartbeat.
+connection to a master ends or another takes its place: a new master waits for no heartbeat.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from msgspec.structs import asdict
 
 from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_directory
 from kvstore.errors import Fenced, KVStoreError
+from kvstore.node.heard_pins import HeardPins, PinnedSegment
 from kvstore.node.settlement import Settlement
 from kvstore.node.writer_witness import WriterWitness
 from kvstore.shards.plan import shard_of
@@ -51,7 +51,7 @@ PIECE_BLOCKS: Final = 1 << 12  # between two pieces the master answers others
 SHARE_ALIGNMENT: Final = 4096
 
 
-class LentSegment(Protocol):
+class LentSegment(PinnedSegment, Protocol):
     """What registration has to know of a segment. All of it is asked for on its own thread."""
 
     @property
@@ -108,6 +108,7 @@ class Registration:
         ]
         self._rpc = RpcFanOut(secret, identity=f"{engine.name}.node", on_lost=self._lost)
         self._segments: Sequence[LentSegment] = ()
+        self._pins = HeardPins()
         self._closing = False
         self._awake = threading.Event()
         self._registered = threading.Event()
@@ -116,7 +117,7 @@ class Registration:
 
     def open(self, segments: Sequence[LentSegment]) -> None:
         """Start to register these segments, in the background; see `wait`."""
-        self._segments = segments
+        self._segments = self._pins.segments = segments
         self._directory.subscribe(self._meet)
         self._thread.start()
 
@@ -163,7 +164,6 @@ class Registration:
 
     def _run(self) -> None:
         while not self._closing and self._beat():
-            # Unregistered, it tries again soon: the master may be just starting.
             registered = all(way.registered and way.answers for way in self._ways)
             self._awake.wait(self._config.heartbeat_s if registered else RETRY_S)
             self._awake.clear()
@@ -173,7 +173,7 @@ class Registration:
         name = self._engine.name
         known = [way for way in self._ways if way.registered]
         try:
-            for way, reply in self._ask(known, m.Heartbeat(name), m.Known):
+            for way, reply in self._ask(known, m.Heartbeat(name, self._pins.numbers), m.Known):
                 if isinstance(reply, Fenced):
                     raise reply
                 way.answers = isinstance(reply, m.Known)
@@ -182,8 +182,10 @@ class Registration:
                 elif not reply.known:
                     logger.info("a master does not know store node %s (any more)", name)
                     self._forgotten(way)
-                elif reply.copies:
-                    self._on_work(way.link)
+                else:
+                    self._pins.heed(reply.pins)
+                    if reply.copies:
+                        self._on_work(way.link)
             if self._closing:
                 return False
             self._register([way for way in self._ways if not way.registered])
@@ -212,8 +214,7 @@ class Registration:
             except Fenced:
                 raise
             except KVStoreError as error:
-                # Once: it tries again soon, and says so when it is registered.
-                level = logging.DEBUG if way.is_missed else logging.WARNING
+                level = logging.DEBUG if way.is_missed else logging.WARNING  # once
                 logger.log(level, "store node %s waits for a master: %s", self._engine.name, error)
                 way.is_missed = True
                 continue

@@ -192,6 +192,10 @@ class Segment:
             if block is not None and block.key == said.key:
                 index.forget(block)
 
+    def set_pinned(self, offset: int, key: bytes, *, pinned: bool) -> None:
+        """Remember whether a block is pinned hard, if it is still there."""
+        self.index.set_pinned(offset, key, pinned=pinned)
+
     def held(self) -> HeldBlocks:
         """Return what lies here, verified up to a number of bytes; what is wrong is forgotten.
 

@@ -108,6 +108,19 @@ class HeldBlocks(msgspec.Struct, frozen=True):
     stamps: list[int] = []
 
 
+class PinChanges(msgspec.Struct, frozen=True):
+    """Blocks of a node that are pinned hard now, or no more, as columns.
+
+    `number`: named by the node's heartbeats from then on.
+    """
+
+    number: int
+    segments: list[int]
+    offsets: list[int]
+    keys: list[Key]
+    hard: list[bool]
+
+
 class Copy(msgspec.Struct, frozen=True):
     """Work for the node that holds `source_segment`: write a block's bytes somewhere else.
 

@@ -61,6 +61,9 @@ from kvstore.wire.columns import (
     Pin as Pin,
 )
 from kvstore.wire.columns import (
+    PinChanges as PinChanges,
+)
+from kvstore.wire.columns import (
     Place as Place,
 )
 from kvstore.wire.columns import (

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from kvstore.wire.columns import Copy, NodeAddress, Pin, Place, PutOutcome, RefusalReason
+from kvstore.wire.columns import (
+    Copy,
+    NodeAddress,
+    Pin,
+    PinChanges,
+    Place,
+    PutOutcome,
+    RefusalReason,
+)
 from kvstore.wire.granted import Granted
 
 
@@ -19,6 +27,7 @@ class Known(msgspec.Struct, frozen=True, tag="known"):
 
     known: bool
     copies: bool = False
+    pins: PinChanges | None = None
 
 
 class Copies(msgspec.Struct, frozen=True, tag="copies"):

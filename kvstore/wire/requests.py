@@ -61,9 +61,10 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """A node is alive."""
+    """A node is alive. `pins_heard`: numbers of `PinChanges`."""
 
     node: Incarnation
+    pins_heard: list[int] = []
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -237,8 +238,7 @@ class ListWriters(msgspec.Struct, frozen=True, tag="list_writers"):
 class WritersAt(msgspec.Struct, frozen=True, tag="writers_at"):
     """Who was given places in my segments, and has not said what became of them?
 
-    `writers`: in which batches have these? `dead`: all of them, else those that are too old to be
-    begun with.
+    `writers`: in which batches have these? `dead`: all, else those too old to be begun with.
     """
 
     node: Incarnation

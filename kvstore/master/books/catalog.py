@@ -110,6 +110,8 @@ class Catalog:
                 table.group[row] = self.groups.enter(tenant, group, key)
         if pin:
             table.pin[row] = pin
+            if first != row and pin == Pin.HARD:
+                self.pins.untold.changed(row)
         self._enter((row,))
         return True
 
@@ -316,6 +318,7 @@ class Catalog:
             for observer in self.observers:
                 observer.left(segment)
         self.pool.remove(name)
+        self.pins.untold.forget(name)
         self.nodes_with_work.discard(name)
 
     def _lose(self, row: int, segment: Segment) -> None:

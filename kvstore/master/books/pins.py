@@ -7,6 +7,7 @@ from kvstore.master.books.copy_table import CopyTable
 from kvstore.master.books.pool import SegmentPool
 from kvstore.master.books.soft_pins import SoftPins
 from kvstore.master.books.tenants import TenantBook
+from kvstore.master.books.untold_pins import UntoldPins
 from kvstore.wire.messages import Pin
 
 
@@ -35,6 +36,7 @@ class Pins:
         self._pool = pool
         self._tenants = tenants
         self.soft = SoftPins(soft_pin_s)
+        self.untold = UntoldPins(table, index, pool)
         self.num_hard = 0
 
     def enter(self, key: bytes, pin: int, pin_s: float, now: float) -> None:
@@ -60,6 +62,8 @@ class Pins:
         self.enter(key, pin, pin_s, now)
         for row in self._table.copies(first):
             if self._table.pin[row] != pin:
+                if Pin.HARD in (pin, self._table.pin[row]):
+                    self.untold.changed(row)
                 self._tenants.disorder(row)
                 self._pool.of(row).set_pin(row, pin)
                 self._tenants.order(row)
