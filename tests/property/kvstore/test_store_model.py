@@ -10,6 +10,7 @@ import itertools
 import random
 import secrets
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 from configs.kvstore_policies import PolicyConfig
 from configs.schema import TransferBackend, TransferConfig
 from kvstore import GetOutcome, Pieces, Pin, PutOptions, PutOutcome, RegionPiece, Store
+from kvstore.values.value_view import ValueView
 from tests.support.store_pool import Pool
 from tests.support.waits import eventually
 from transfer import allocate
@@ -28,6 +30,7 @@ SIZES = (1, 63, 64, 65, 1000, 4096, 20_000)
 CHUNKS = (0, 64, 1000, 4096)
 SLOT = 1 << 15
 AREA = 8 * SLOT
+VIEWS_MAX = 3
 
 
 class Side:
@@ -35,6 +38,7 @@ class Side:
 
     def __init__(self, pool: Pool, stack: ExitStack, backend: TransferBackend) -> None:
         self.store: Store = pool.connect(transfer=TransferConfig(backend=backend))
+        self.maps = backend is not TransferBackend.TCP
         memory = allocate(AREA)
         stack.callback(memory.close)
         self.region = self.store.register(memory)
@@ -51,11 +55,12 @@ class Model:
         self.removed: dict[bytes, set[bytes]] = {}  # what a client may still have leases on
         self.pinned: set[bytes] = set()
         self.keys = [rng.randbytes(16) for _ in range(NAMES)]
+        self.views: list[tuple[Any, ValueView, bytes]] = []  # open ones
 
     def step(self) -> None:
         operations = (
             self.put, self.put, self.put_batch, self.get, self.get_batch, self.get_into,
-            self.get_ranges, self.prefix, self.exists, self.remove,
+            self.get_ranges, self.prefix, self.exists, self.remove, self.open_view, self.end_view,
         )  # fmt: skip
         self.rng.choice(operations)(self.rng.choice(self.sides))
 
@@ -136,6 +141,29 @@ class Model:
             assert good == run
         for key in keys[:run]:
             assert key in self.values
+
+    def open_view(self, side: Side) -> None:
+        """Look at a value in place, through some of the steps that follow."""
+        key = self.some_key()
+        viewing = side.store.view(key)
+        view = viewing.__enter__()
+        if view is None:
+            self.expect_there(key, False)
+            return
+        assert view.in_place is side.maps
+        data = bytes(view.memory)
+        if data not in self.removed.get(key, set()):
+            self.expect_found(key, data)
+        self.views.append((viewing, view, data))
+        if len(self.views) > VIEWS_MAX:
+            self.end_view(side)
+
+    def end_view(self, side: Side) -> None:
+        del side
+        if self.views:
+            viewing, view, data = self.views.pop(self.rng.randrange(len(self.views)))
+            assert view.memory == data, "what is viewed stays as it was"
+            viewing.__exit__(None, None, None)
 
     def exists(self, side: Side) -> None:
         keys = self.rng.sample(self.keys, 5)
@@ -271,6 +299,8 @@ def compare(backend: TransferBackend, *, tight: bool, masters: int) -> None:
                 model.step()
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}, step {number}: {error}") from error
+        for _ in range(VIEWS_MAX):
+            model.end_view(sides[0])
         for master in pool.masters:
             master.check_invariants()
             figures = master.statistics()
