@@ -14,6 +14,7 @@ from transfer.priority import Priority, class_of
 
 if TYPE_CHECKING:
     from transfer.backends.shared_memory import Window
+    from transfer.memory.copy_on_write import CopyOnWrite
     from transfer.operations import Mover
     from transfer.peer import PeerLink
 
@@ -51,6 +52,16 @@ class InPlace:
         return self._mover.account(
             self._link, nbytes, immediate, None, write=True, timeout_s=timeout_s
         )
+
+    def copy_on_write(self) -> CopyOnWrite | None:
+        """Return the memory for who might write into what is only to be read.
+
+        None if it is a part of a memory file only. Raises OSError.
+        """
+        memory = self._window.memory
+        if self._window.start != memory.array.ctypes.data:
+            return None
+        return memory.copy_on_write()
 
     def read_bytes(self, nbytes: int) -> None:
         """Count bytes that the caller has copied out of the memory, as of a read."""

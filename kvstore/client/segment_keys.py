@@ -40,6 +40,7 @@ from transfer import NOTE_BYTES_MAX, Priority, RegionKey, TransferError, allocat
 if TYPE_CHECKING:
     from kvstore.node.store_node import StoreNode
     from transfer import Memory, Region, Transfer, TransferEngine
+    from transfer.memory.copy_on_write import CopyOnWrite
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,12 @@ class SegmentKeys:
         key = self._keys.get((where.node, where.segment))
         mapped = None if key is None else self._engine.in_place(where.node, key)
         return None if mapped is None else mapped.array
+
+    def copy_on_write(self, where: NodeAddress) -> CopyOnWrite | None:
+        """As `memory`, for who might write into it; never this process's own. Raises OSError."""
+        key = self._keys.get((where.node, where.segment))
+        mapped = None if key is None else self._engine.in_place(where.node, key)
+        return None if mapped is None else mapped.copy_on_write()
 
     def map(self, where: NodeAddress, key: RegionKey, offset: int) -> Transfer | None:
         """Begin to have a segment's memory mapped here; None if it cannot be.

@@ -22,10 +22,10 @@ from kvstore.timeouts import check_timeout
 from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.names import Name, key_of
 from kvstore.values.value_operations import got
-from kvstore.values.value_view import ValueView
+from kvstore.values.value_view import TensorView, ValueView
 from kvstore.values.values import Part, Value, nbytes_of, parts_of, target_of
 from kvstore.values.viewing import AsyncViewing
-from kvstore.values.views import VIEW_S_MAX
+from kvstore.values.views import TENSOR, VALUE, VIEW_S_MAX
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
@@ -162,10 +162,26 @@ class AsyncStore:
         views, key = self._store.views, key_of(name, self._store.namespace)
 
         async def begin() -> ValueView | None:
-            view = views.open_here(key, ValueView, max_s)
+            view = views.open_here(key, VALUE, max_s)
             if view is not None:
                 return view
             return await self._driver.run(views.value_steps(key, max_s, timeout_s))
+
+        return AsyncViewing(begin)
+
+    def view_tensor(
+        self, name: Name, *, max_s: float = VIEW_S_MAX, timeout_s: float | None = None
+    ) -> AsyncViewing[TensorView]:
+        """As `Store.view_tensor`, for an `async with` block."""
+        check_timeout(timeout_s)
+        check_timeout(max_s)
+        views, key = self._store.views, key_of(name, self._store.namespace)
+
+        async def begin() -> TensorView | None:
+            view = views.open_here(key, TENSOR, max_s)
+            if view is not None:
+                return view
+            return await self._driver.run(views.tensor_steps(key, max_s, timeout_s))
 
         return AsyncViewing(begin)
 

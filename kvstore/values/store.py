@@ -29,10 +29,10 @@ from kvstore.values.get_result import GetOutcome, GetResult
 from kvstore.values.local_memory import LocalMemory
 from kvstore.values.names import Name, key_of
 from kvstore.values.value_operations import ValueOperations, got
-from kvstore.values.value_view import ValueView
+from kvstore.values.value_view import TensorView, ValueView
 from kvstore.values.values import Part, RegionPiece, Value, nbytes_of, parts_of, target_of
 from kvstore.values.viewing import Viewing
-from kvstore.values.views import VIEW_S_MAX
+from kvstore.values.views import TENSOR, VALUE, VIEW_S_MAX
 from kvstore.wire.messages import Pin, PutOutcome
 from transfer import TransferEngine
 
@@ -283,18 +283,38 @@ class Store:
             TooManyViews, TooManyHolds: Others must be closed first.
             As `get`: At its beginning.
         """
-        if timeout_s is not None or max_s != VIEW_S_MAX:  # as in `get`
-            check_timeout(timeout_s)
-            check_timeout(max_s)
-        key = key_of(name, self.namespace)
+        key = self._viewed(name, max_s, timeout_s)
 
         def begin() -> ValueView | None:
-            view = self.views.open_hot(key, ValueView, max_s)
+            view = self.views.open_hot(key, VALUE, max_s)
             if view is not None:
                 return view
             return self.client.driver.run(self.views.value_steps(key, max_s, timeout_s))
 
         return Viewing(begin)
+
+    def view_tensor(
+        self, name: Name, *, max_s: float = VIEW_S_MAX, timeout_s: float | None = None
+    ) -> Viewing[TensorView]:
+        """As `view`, of a tensor that `put_tensor` stored: `value.tensor`. See `TensorView`.
+
+        Raises InvalidValue, too, if it is no tensor.
+        """
+        key = self._viewed(name, max_s, timeout_s)
+
+        def begin() -> TensorView | None:
+            view = self.views.open_hot(key, TENSOR, max_s)
+            if view is not None:
+                return view
+            return self.client.driver.run(self.views.tensor_steps(key, max_s, timeout_s))
+
+        return Viewing(begin)
+
+    def _viewed(self, name: Name, max_s: float, timeout_s: float | None) -> bytes:
+        if timeout_s is not None or max_s != VIEW_S_MAX:  # as in `get`
+            check_timeout(timeout_s)
+            check_timeout(max_s)
+        return key_of(name, self.namespace)
 
     def get_batch(
         self, names: Sequence[Name], *, timeout_s: float | None = None

@@ -147,9 +147,14 @@ class ValueOperations:
         return outcomes[0]
 
     def get_tensor(
-        self, name: Name, target: torch.Tensor | None, timeout_s: float | None
+        self,
+        name: Name,
+        target: torch.Tensor | None,
+        timeout_s: float | None,
+        *,
+        hit: Hit | None = None,
     ) -> Steps[torch.Tensor | None]:
-        """As `Store.get_tensor`, or `get_tensor_into` if there is a target."""
+        """As `Store.get_tensor`, or `get_tensor_into` if there is a target; `hit` as of `get`."""
         keys = self.keys([name])
         into = None if target is None else target_of(target)
         header = np.zeros(HEADER_BYTES, dtype=np.uint8)
@@ -167,7 +172,7 @@ class ValueOperations:
             (outcome,) = yield from self._read_parts(hit, [[header, part]], left_s)
             found.append((outcome, elements))
 
-        yield from self._with_hit(keys, read, timeout_s)
+        yield from self._with_hit(keys, read, timeout_s, hit)
         if not found:
             return None
         outcome, elements = found[-1]

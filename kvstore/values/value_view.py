@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from kvstore.checksum import lies_right
+from kvstore.checksum import lies_right, table_bytes
 from kvstore.client.lease import Lease
 from kvstore.client.place import Place
 from kvstore.client.view import View, release_all
+from kvstore.errors import InvalidValue
+from kvstore.values.tensor_header import HEADER_BYTES, TensorHeader
 
 if TYPE_CHECKING:
     from kvstore.client.lease_keeper import LeaseKeeper
     from kvstore.values.hot_places import HotPlaces
+    from transfer.memory.copy_on_write import CopyOnWrite
 
 
 class Origin(NamedTuple):  # made for each view: a tuple is made fastest
@@ -28,6 +32,7 @@ class Origin(NamedTuple):  # made for each view: a tuple is made fastest
         removals: Of `hot`, when the place was had.
         was_hot: It was had from there.
         until_s: End of the lease then.
+        guard: Keeps what is written into the segment's memory from the pool; None if nobody can.
     """
 
     key: bytes
@@ -37,6 +42,7 @@ class Origin(NamedTuple):  # made for each view: a tuple is made fastest
     removals: int
     was_hot: bool
     until_s: float
+    guard: CopyOnWrite | None = None
 
 
 class PlacedView(View):
@@ -103,10 +109,72 @@ class ValueView(PlacedView):
         del self._memory
 
 
+class TensorView(PlacedView):
+    """A stored tensor, verified, with its shape and type. Made by `Store.view_tensor`; see `View`.
+
+    PyTorch knows no read-only tensors. This one is not to be written to; else this process gets
+    pages of its own, the pool keeps what it has, and what was written may be undone at any time.
+
+    Args:
+        value: The bytes with their header, of which nobody else has this object; or a copy.
+        keeper: Renews the lease.
+        origin: Where they lie in the pool; None if this is a copy.
+
+    Raises:
+        InvalidValue: It is no tensor.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(
+        self,
+        value: NDArray[np.uint8] | torch.Tensor,
+        keeper: LeaseKeeper,
+        origin: Origin | None = None,
+    ) -> None:
+        super().__init__(keeper, None if origin is None else value, origin)
+        self._tensor = value if isinstance(value, torch.Tensor) else _tensor_of(value)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """In host memory, contiguous.
+
+        Raises:
+            StoreClosed: The view was closed. What was taken before keeps the lease.
+        """
+        self._check_open()
+        return self._tensor
+
+    def _let_go(self) -> None:
+        del self._tensor
+
+
+def _tensor_of(value: NDArray[np.uint8]) -> torch.Tensor:
+    if len(value) <= HEADER_BYTES:
+        raise InvalidValue(problem=f"a value of {len(value)} bytes is no tensor")
+    # Of the whole object, which the tensor keeps: numpy would cut through to what is below it.
+    return TensorHeader.read(value[:HEADER_BYTES]).shaped(torch.from_numpy(value)[HEADER_BYTES:])
+
+
 def is_right(origin: Origin) -> bool:
     """Sum a value up where it lies."""
     place = origin.place
     return lies_right(origin.segment, place.offset, place.nbytes, place.checksum, place.chunk_bytes)
+
+
+def verified(origin: Origin) -> bool:
+    """As `is_right`, after what was written here, if anything, is undone."""
+    if is_right(origin):
+        return True
+    place, guard = origin.place, origin.guard
+    if guard is None:
+        return False
+    try:
+        stored_bytes = place.nbytes + table_bytes(place.nbytes, place.chunk_bytes)
+        guard.forget(place.offset, stored_bytes)
+    except OSError:
+        return False  # then it is copied
+    return is_right(origin)
 
 
 def give_back(origin: Origin, keeper: LeaseKeeper) -> None:

@@ -6,8 +6,9 @@ view ─▶ its place is hot ─────────────▶ lease he
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from kvstore.client.steps import Steps, reach, settle, work
 from kvstore.errors import NodeUnreachable
 from kvstore.values.quick_reads import HERE_BYTES_MAX
 from kvstore.values.value_operations import got
-from kvstore.values.value_view import Origin, PlacedView, ValueView, is_right
+from kvstore.values.value_view import Origin, PlacedView, TensorView, ValueView, verified
 from kvstore.wire.messages import Medium
 from transfer import TransferError
 
@@ -29,10 +30,27 @@ if TYPE_CHECKING:
     from kvstore.values.quick_reads import QuickReads
     from kvstore.values.value_operations import ValueOperations
 
+logger = logging.getLogger(__name__)
+
 Bytes = NDArray[np.uint8]
 ViewT = TypeVar("ViewT", bound=PlacedView)
-Make = Callable[[Bytes, "LeaseKeeper", Origin], ViewT]
 VIEW_S_MAX: Final = 600.0
+
+
+class Kind(NamedTuple, Generic[ViewT]):
+    """What is made of a value.
+
+    Attributes:
+        make: Makes the view.
+        guarded: Whoever has it might write.
+    """
+
+    make: Callable[[Bytes, LeaseKeeper, Origin], ViewT]
+    guarded: bool
+
+
+VALUE: Final = Kind(ValueView, guarded=False)
+TENSOR: Final = Kind(TensorView, guarded=True)
 
 
 class Views:
@@ -60,43 +78,41 @@ class Views:
         self._leases = leases
         self._reads = reads
 
-    def open_hot(
-        self, key: bytes, make: Make[ViewT], max_s: float, nbytes_max: int | None = None
-    ) -> ViewT | None:
+    def open_hot(self, key: bytes, kind: Kind[ViewT], max_s: float) -> ViewT | None:
         """View a hot value that is mapped here; None if anything must be waited for.
 
         Args:
             key: Not salted yet.
-            make: Makes the view.
+            kind: Of view.
             max_s: As of `Store.view`.
-            nbytes_max: No larger one.
         """
         hot = self._reads.hot
         place, removals = hot.find(key), hot.removals
-        if place is None or (nbytes_max is not None and place.nbytes > nbytes_max):
+        if place is None or place.lease.late_s() >= 0:
             return None
-        memory = self._memory(place)
-        if memory is None or place.lease.late_s() >= 0 or hot.take(key) is not place:
+        origin = self._origin(key, place, removals, kind, was_hot=True)
+        if origin is None or hot.take(key) is not place:
             return None
-        view = self._in_place(
-            Origin(key, place, memory, hot, removals, True, place.lease.deadline_s), make, max_s
-        )
+        view = self._in_place(origin, kind, max_s)
         if view is None:
             self._leases.drop(place.lease)
         else:
             self._core.record.count(read_blocks=1, hot_blocks=1)
         return view
 
-    def open_here(self, key: bytes, make: Make[ViewT], max_s: float) -> ViewT | None:
-        """As `open_hot`, between two steps of an event loop."""
-        return self.open_hot(key, make, max_s, HERE_BYTES_MAX)
+    def open_here(self, key: bytes, kind: Kind[ViewT], max_s: float) -> ViewT | None:
+        """As `open_hot`, between two steps of an event loop: short values only."""
+        place = self._reads.hot.find(key)
+        if place is None or place.nbytes > HERE_BYTES_MAX:
+            return None
+        return self.open_hot(key, kind, max_s)
 
     def value_steps(
         self, key: bytes, max_s: float, timeout_s: float | None
     ) -> Steps[ValueView | None]:
         """View a value, or a copy of it; None if it is not there. Raises as `Store.view`."""
         deadline_s = self._core.deadline(timeout_s)
-        found = yield from self.open_steps(key, ValueView, max_s, timeout_s)
+        found = yield from self._open_steps(key, VALUE, max_s, deadline_s)
         if not isinstance(found, Hit):
             return found
         left_s = self._core.left(deadline_s)
@@ -104,35 +120,55 @@ class Views:
         value = got(key, result).value
         return None if value is None else ValueView(value, self._leases)
 
-    def open_steps(
-        self, key: bytes, make: Make[ViewT], max_s: float, timeout_s: float | None
-    ) -> Steps[ViewT | Hit | None]:
-        """View a value in place; None if it is not there, or else a hit of it, to be copied.
+    def tensor_steps(
+        self, key: bytes, max_s: float, timeout_s: float | None
+    ) -> Steps[TensorView | None]:
+        """As `value_steps`, of a tensor. Raises as `Store.view_tensor`."""
+        deadline_s = self._core.deadline(timeout_s)
+        found = yield from self._open_steps(key, TENSOR, max_s, deadline_s)
+        if not isinstance(found, Hit):
+            return found
+        left_s = self._core.left(deadline_s)
+        tensor = yield from self._operations.get_tensor(key, None, left_s, hit=found)
+        return None if tensor is None else TensorView(tensor, self._leases)
 
-        Args:
-            key: Not salted yet.
-            make: Makes the view.
-            max_s: As of `Store.view`.
-            timeout_s: For the request to the master, and to reach its node.
-        """
-        deadline_s, removals = self._core.deadline(timeout_s), self._reads.hot.removals
-        place = yield from self._reads.find_steps(key, timeout_s)
+    def _open_steps(
+        self, key: bytes, kind: Kind[ViewT], max_s: float, deadline_s: float
+    ) -> Steps[ViewT | Hit | None]:
+        """View a value in place; None if it is not there, or else a hit of it, to be copied."""
+        removals, left_s = self._reads.hot.removals, self._core.left(deadline_s)
+        place = yield from self._reads.find_steps(key, left_s)
         if place is None:
             return None
-        known = place.lease.adrift and self._reads.hot.take(key) is not None
-        memory = yield from self._mapped(place, deadline_s)
-        if memory is not None:
+        was_hot = place.lease.adrift and self._reads.hot.take(key) is not None
+        yield from self._map(place, deadline_s)
+        origin = self._origin(key, place, removals, kind, was_hot=was_hot)
+        if origin is not None:
             yield from work(place.nbytes)
-            origin = Origin(
-                key, place, memory, self._reads.hot, removals, known, place.lease.deadline_s
-            )
-            view = self._in_place(origin, make, max_s)
+            view = self._in_place(origin, kind, max_s)
             if view is not None:
                 self._core.record.count(hit_blocks=1, read_blocks=1)
                 return view
         return place.as_hit(self._core.names([key])[0])
 
-    def _in_place(self, origin: Origin, make: Make[ViewT], max_s: float) -> ViewT | None:
+    def _origin(
+        self, key: bytes, place: Place, removals: int, kind: Kind[ViewT], *, was_hot: bool
+    ) -> Origin | None:
+        """Return where a value lies; None if it cannot be read there."""
+        memory, guard, hot = self._memory(place), None, self._reads.hot
+        if memory is None:
+            return None
+        if kind.guarded:
+            try:
+                guard = self._segments.copy_on_write(place.where)
+            except OSError as error:
+                logger.info("values of %s are copied: %s", place.where.node, error)
+            if guard is None:
+                return None
+            memory = guard.array
+        return Origin(key, place, memory, hot, removals, was_hot, place.lease.deadline_s, guard)
+
+    def _in_place(self, origin: Origin, kind: Kind[ViewT], max_s: float) -> ViewT | None:
         """Hold, verify, hand out; None if anything is wrong, and the lease is the caller's.
 
         Raises:
@@ -142,8 +178,8 @@ class Views:
         value = origin.segment[place.offset : place.offset + place.nbytes]
         try:
             self._leases.keep(lease, max_s=max_s, nbytes=place.nbytes, seen=value)
-            if is_right(origin) and (lease.late_s() < 0 or lease.adrift) and not lease.lost:
-                return make(value, self._leases, origin)
+            if verified(origin) and (lease.late_s() < 0 or lease.adrift) and not lease.lost:
+                return kind.make(value, self._leases, origin)
         except BaseException:
             self._leases.drop(lease)
             raise
@@ -156,11 +192,11 @@ class Views:
             return None
         return self._segments.memory(place.where)
 
-    def _mapped(self, place: Place, deadline_s: float) -> Steps[Bytes | None]:
-        """Return the memory that a value lies in; None if it cannot be mapped here."""
-        memory, where = self._memory(place), place.where
-        if memory is not None or where.medium is not Medium.DRAM:
-            return memory
+    def _map(self, place: Place, deadline_s: float) -> Steps[None]:
+        """Have the memory that a value lies in mapped here, if that can be."""
+        where = place.where
+        if self._memory(place) is not None or where.medium is not Medium.DRAM:
+            return
         try:
             key = self._segments.known(where)
             if key is None:
@@ -168,6 +204,5 @@ class Views:
             transfer = self._segments.map(where, key, place.offset)
             if transfer is not None:
                 yield from settle(transfer)
-        except (NodeUnreachable, TransferError):
-            return None  # the long way finds out what is wrong
-        return self._memory(place)
+        except (NodeUnreachable, TransferError) as error:  # the long way finds out what is wrong
+            logger.debug("%s is not mapped: %s", where.node, error)

@@ -17,6 +17,7 @@ import numpy as np
 
 from transfer import native
 from transfer.errors import AccessRefused
+from transfer.memory.copy_on_write import CopyOnWrite
 from transfer.memory.huge_pages import AlignedMapping
 from transfer.memory.memory import SEALS, has_small_pages, populate
 from transfer.memory.region import Access, Bytes, RegionKey
@@ -32,6 +33,17 @@ class MappedMemory:
         self.array: Bytes = np.frombuffer(mapped.buffer, dtype=np.uint8)
         if has_small_pages(descriptor):
             small_pages.add(self, self.array.ctypes.data, nbytes)
+        self._lock = threading.Lock()
+        self._copy_on_write: CopyOnWrite | None = None
+        self._descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+
+    def copy_on_write(self) -> CopyOnWrite:
+        """Return it mapped once more: what is written there stays here. Raises OSError."""
+        with self._lock:
+            if self._copy_on_write is None:
+                self._copy_on_write = CopyOnWrite(self._descriptor, len(self.array))
+            return self._copy_on_write
 
 
 class Window(native.MappedWindow):

@@ -24,6 +24,7 @@ import numpy as np
 
 MADV_COLLAPSE: Final = 25
 _MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
 _FAILED: Final = ctypes.c_void_p(-1).value
 _PMD_BYTES: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
@@ -47,8 +48,16 @@ class AlignedMapping:
         start: its address.
     """
 
-    def __init__(self, descriptor: int, nbytes: int, *, writable: bool = True) -> None:
+    def __init__(
+        self, descriptor: int, nbytes: int, *, writable: bool = True, private: bool = False
+    ) -> None:
         """Map it.
+
+        Args:
+            descriptor: The file.
+            nbytes: Its size.
+            writable: Or read-only.
+            private: What is written stays with this process.
 
         Raises:
             OSError: no address space, or the file cannot be mapped so.
@@ -56,7 +65,9 @@ class AlignedMapping:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         # Those of the administrator's pool may be larger still; the file tells.
         alignment = max(huge_page_bytes(), os.fstat(descriptor).st_blksize, mmap.PAGESIZE)
-        self.start = _map(descriptor, nbytes, protection, alignment)
+        # Room for what may be written is not set aside: nearly nobody writes.
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
+        self.start = _map(descriptor, nbytes, protection, alignment, flags)
         self._nbytes = nbytes
         array = (ctypes.c_ubyte * nbytes).from_address(self.start)
         weakref.finalize(array, _munmap, self.start, nbytes).atexit = False
@@ -100,14 +111,14 @@ def huge_page_bytes() -> int:
         return 0
 
 
-def _map(descriptor: int, nbytes: int, protection: int, alignment: int) -> int:
+def _map(descriptor: int, nbytes: int, protection: int, alignment: int, flags: int) -> int:
     """Map a file at a multiple of `alignment`, within addresses that are reserved first."""
     reserved = nbytes + alignment
     low = _mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if low == _FAILED:
         raise _error("mmap")
     start = -(-low // alignment) * alignment
-    if _mmap(start, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) == _FAILED:
+    if _mmap(start, nbytes, protection, flags | _MAP_FIXED, descriptor, 0) == _FAILED:
         error = _error("mmap")
         _munmap(low, reserved)
         raise error
