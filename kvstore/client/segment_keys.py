@@ -100,7 +100,9 @@ class SegmentKeys:
         return self._keys.get((where.node, where.segment))
 
     def memory(self, where: NodeAddress) -> NDArray[np.uint8] | None:
-        """Return a segment's memory if it is this process's, or mapped here already."""
+        """Return a segment's memory if it is this process's, or mapped here already: DRAM alone."""
+        if where.medium is not Medium.DRAM:
+            return None
         if where.node == self._engine.name and self._local_node is not None:
             return self._local_node.memory(where.segment)
         key = self._keys.get((where.node, where.segment))
@@ -124,7 +126,10 @@ class SegmentKeys:
         Raises:
             TransferError: It is not reached.
         """
-        if where.medium is Medium.SSD or self._engine.peer(where.node).backend != "shared_memory":
+        if (
+            where.medium is not Medium.DRAM
+            or self._engine.peer(where.node).backend != "shared_memory"
+        ):
             return None
         return self._engine.read(where.node, self._one_byte(), key, 0, offset, 1)
 

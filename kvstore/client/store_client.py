@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.block_reader import Copied
+from kvstore.client.block_view import BlockView, open_blocks
 from kvstore.client.client_core import ClientCore
 from kvstore.client.client_record import ClientStatistics
 from kvstore.client.disk_places import DISK_IDLE_S
@@ -36,9 +37,10 @@ from kvstore.client.tenant import Tenant
 from kvstore.copying import sharing_copies
 from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_directory
 from kvstore.errors import InvalidValue
+from kvstore.timeouts import check_timeout
 from kvstore.values.quick_reads import QuickReads
 from kvstore.values.quick_writes import QuickWrites
-from kvstore.values.views import Views
+from kvstore.values.viewing import Viewing
 from kvstore.wire import messages as m
 from kvstore.wire.messages import Pin, PutOutcome
 from kvstore.wire.peer_messages import TO_CLIENT, decode_to_client
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from configs.schema import KVStoreConfig
     from kvstore.events.chains import Link
     from kvstore.node.store_node import StoreNode
-    from kvstore.values.value_operations import ValueOperations
     from transfer import Region, TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -125,10 +126,6 @@ class StoreClient:
     def quick_reads(self) -> QuickReads:
         """Return the short way of single gets, with its own hot places."""
         return QuickReads(self.core, self.driver, self.segments, self.leases)
-
-    def views(self, reads: QuickReads, operations: ValueOperations) -> Views:
-        """Return what opens views of values."""
-        return Views(self.core, self.segments, self.leases, reads, operations)
 
     def quick_writes(self) -> QuickWrites:
         """Return the short way of single puts."""
@@ -210,6 +207,18 @@ class StoreClient:
             TooManyHolds: Something does not close what it holds.
         """
         return HeldHit(hit, self.leases, max_s=max_s)
+
+    def view(
+        self, hit: Hit, *, max_s: float = HOLD_S_MAX, timeout_s: float | None = None
+    ) -> Viewing[BlockView]:
+        """Read the blocks of a hit where they lie, for a `with` block; see `BlockView`.
+
+        The hit is not to be released otherwise. Raises as `Store.view`, and LeaseExpired; blocks
+        that are bad or out of reach are no error.
+        """
+        check_timeout(max_s)
+        steps = open_blocks(self.core, self.segments, self.leases, hit, max_s, timeout_s)
+        return Viewing(lambda: self.driver.run(steps))
 
     def get_into(
         self, hit: Hit, region: Region, offsets: Offsets, *, timeout_s: float | None = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.client.async_driver import AsyncDriver
+from kvstore.client.block_view import BlockView, open_blocks
 from kvstore.client.locations import Hit
 from kvstore.client.pieces import IntsLike, Pieces
 from kvstore.client.put_options import DEFAULT, PutOptions
@@ -252,6 +253,15 @@ class AsyncStore:
         """As `StoreClient.lookup_prefix`; hold or release the hit with the client."""
         core = self._store.client.core
         return await self._driver.run(core.lookup(keys, every=False, timeout_s=timeout_s))
+
+    def view_blocks(
+        self, hit: Hit, *, max_s: float = VIEW_S_MAX, timeout_s: float | None = None
+    ) -> AsyncViewing[BlockView]:
+        """As `StoreClient.view`, for an `async with` block."""
+        check_timeout(max_s)
+        client = self._store.client
+        steps = open_blocks(client.core, client.segments, client.leases, hit, max_s, timeout_s)
+        return AsyncViewing(lambda: self._driver.run(steps))
 
     async def get_ranges(
         self,

@@ -32,7 +32,7 @@ from kvstore.values.value_operations import ValueOperations, got
 from kvstore.values.value_view import TensorView, ValueView
 from kvstore.values.values import Part, RegionPiece, Value, nbytes_of, parts_of, target_of
 from kvstore.values.viewing import Viewing
-from kvstore.values.views import TENSOR, VALUE, VIEW_S_MAX
+from kvstore.values.views import TENSOR, VALUE, VIEW_S_MAX, Views
 from kvstore.wire.messages import Pin, PutOutcome
 from transfer import TransferEngine
 
@@ -65,7 +65,9 @@ class Store:
         self.operations = ValueOperations(
             client.core, self._memory, client.leases, self.quick_reads.hot, namespace
         )
-        self.views = client.views(self.quick_reads, self.operations)
+        self.views = Views(
+            client.core, client.segments, client.leases, self.quick_reads, self.operations
+        )
         self._stack = ExitStack()
 
     @classmethod

@@ -87,8 +87,11 @@ class ValueView(PlacedView):
         self, value: NDArray[np.uint8] | bytes, keeper: LeaseKeeper, origin: Origin | None = None
     ) -> None:
         super().__init__(keeper, None if origin is None else value, origin)
-        memory = value.data if isinstance(value, np.ndarray) else memoryview(value)
-        self._memory = memory.toreadonly()
+        if isinstance(value, bytes):
+            self._memory = memoryview(value)
+        else:
+            value.flags.writeable = False  # nor is there a way by `memory.obj`
+            self._memory = value.data
         self.nbytes = len(value)
 
     @property

@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.locations import Hit
-from kvstore.client.steps import Steps, reach, settle, work
-from kvstore.errors import NodeUnreachable
+from kvstore.client.mapped_memory import memory_of
+from kvstore.client.steps import Steps, work
 from kvstore.values.quick_reads import HERE_BYTES_MAX
 from kvstore.values.value_operations import got
 from kvstore.values.value_view import Origin, PlacedView, TensorView, ValueView, verified
-from kvstore.wire.messages import Medium
-from transfer import TransferError
 
 if TYPE_CHECKING:
     from kvstore.client.client_core import ClientCore
@@ -141,7 +139,7 @@ class Views:
         if place is None:
             return None
         was_hot = place.lease.adrift and self._reads.hot.take(key) is not None
-        yield from self._map(place, deadline_s)
+        yield from memory_of(self._segments, place.where, place.offset, deadline_s)
         origin = self._origin(key, place, removals, kind, was_hot=was_hot)
         if origin is not None:
             yield from work(place.nbytes)
@@ -155,7 +153,7 @@ class Views:
         self, key: bytes, place: Place, removals: int, kind: Kind[ViewT], *, was_hot: bool
     ) -> Origin | None:
         """Return where a value lies; None if it cannot be read there."""
-        memory, guard, hot = self._memory(place), None, self._reads.hot
+        memory, guard, hot = self._segments.memory(place.where), None, self._reads.hot
         if memory is None:
             return None
         if kind.guarded:
@@ -185,24 +183,3 @@ class Views:
             raise
         self._leases.let(lease)
         return None
-
-    def _memory(self, place: Place) -> Bytes | None:
-        """Return the memory that a value lies in, if it is mapped here already."""
-        if place.where.medium is not Medium.DRAM:
-            return None
-        return self._segments.memory(place.where)
-
-    def _map(self, place: Place, deadline_s: float) -> Steps[None]:
-        """Have the memory that a value lies in mapped here, if that can be."""
-        where = place.where
-        if self._memory(place) is not None or where.medium is not Medium.DRAM:
-            return
-        try:
-            key = self._segments.known(where)
-            if key is None:
-                key = yield from reach(where, deadline_s)
-            transfer = self._segments.map(where, key, place.offset)
-            if transfer is not None:
-                yield from settle(transfer)
-        except (NodeUnreachable, TransferError) as error:  # the long way finds out what is wrong
-            logger.debug("%s is not mapped: %s", where.node, error)
