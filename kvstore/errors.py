@@ -49,7 +49,8 @@ class MasterUnavailable(KVStoreError):
     problem: str
 
     def _message(self) -> str:
-        return f"store master at {self.address}: {self.operation} failed: {self.problem}"
+        who = f"store master at {self.address}" if self.address else "no store master"
+        return f"{who}: {self.operation} failed: {self.problem}"
 
 
 class MasterRefused(KVStoreError):

@@ -133,11 +133,16 @@ class EtcdMasters(KnownMasters):
     def __init__(self, config: EtcdConfig, num_shards: int) -> None:
         super().__init__(num_shards)
         self._prefix = masters_prefix(config.prefix)
+        self._timeout_s = config.timeout_s
         self._watch = EtcdWatch(config, self._prefix, self._take)
 
     def open(self) -> None:
         """Start to follow the records; an etcd that cannot be reached is no error."""
         self._watch.open()
+
+    def wait(self) -> bool:
+        """Wait until it knows who leads now; False if etcd did not tell within its `timeout_s`."""
+        return self._watch.wait(self._timeout_s)
 
     def close(self) -> None:
         """Stop following."""

@@ -34,9 +34,14 @@ def directory_of(config: KVMastersConfig, *, embedded: str = "") -> MasterDirect
 
 @contextmanager
 def followed(directory: MasterDirectory) -> Iterator[MasterDirectory]:
-    """Keep a directory up to date meanwhile."""
+    """Keep a directory up to date meanwhile.
+
+    It begins with what etcd says now: who reads at once would find that nobody is known to lead. If
+    etcd cannot be reached within its `timeout_s`, it begins all the same.
+    """
     if isinstance(directory, EtcdMasters):
         with directory:
+            directory.wait()
             yield directory
     else:
         yield directory

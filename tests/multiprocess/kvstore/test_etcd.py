@@ -122,6 +122,9 @@ def test_a_store_is_connected_by_its_configuration_alone(config, rng):
         with engine, node, Store.connect(secret=SECRET, config=knobs) as store:
             assert node.wait_registered(timeout_s=WAIT_S)
             assert store.put(name, value) == "stored"
+            for _ in range(3):
+                with Store.connect(secret=SECRET, config=knobs) as reader:
+                    assert reader.get(name) == value, "who reads at once knows who leads"
             with Master(config) as second:
                 first.candidacy.close()
                 assert second.candidacy.wait(WAIT_S)
