@@ -168,10 +168,9 @@ class QuickWrites:
     ) -> Steps[PutOutcome | Written | None]:
         """As `put`, for a driver that waits in its own way; None, too, if `put` would wait.
 
-        `TAKEN`: the long way must; `put` does no better.
-
-        That is so without a place that is held ahead, in memory that is mapped here. What is posted
-        waits for nobody: then it yields nothing but `Work`, before the copy.
+        That is so without a place that is held ahead, in memory that is mapped here. `TAKEN`: the
+        long way must; `put` does no better. What is posted waits for nobody: then it yields nothing
+        but `Work`, before the copy.
         """
         if isinstance(part, RegionPiece) and part.region.kind != "host":
             return None
