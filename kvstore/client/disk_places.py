@@ -3,6 +3,9 @@
 put n     ... Allocate, places wanted ──▶ granted ─▶ kept
 put n+1   takes them ─▶ its first blocks are being written ─▶ Allocate, these places ─▶ its own
 
+They are for a disk that is about to have nothing to do: while so much of other puts is under way
+that it has, a put asks first, which takes less of the processor.
+
 Who has such places writes before he knows whether the keys are free. So after a put of which a
 key was taken, puts ask first until one has found all of its keys free.
 """
@@ -11,6 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvstore.client.post_box import NEVER
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 PUT_BYTES_MIN: Final = 1 << 20  # of less a request more does not matter
 AHEAD_BYTES: Final = 16 << 20  # of one put
 AHEAD_MAX: Final = 64  # blocks of one put
+BUSY_BYTES: Final = 16 << 20  # of other puts: so much keeps a disk busy until a put has asked
 DISK_IDLE_S: Final = 3.0  # places are given back later than in memory: there is more of a disk
 PAUSE_S: Final = 1.0  # after the master had none
 LEFT_S_MIN: Final = 1.0  # a place that is to be given back sooner is not begun with
@@ -44,13 +50,27 @@ class DiskPlaces:
         self._record = record
         self._lock = threading.Lock()
         self._ordered_bytes = 0  # of orders under way
+        self._put_bytes = 0  # of puts under way
         self._asks_first = False
         self._paused_until_s = 0.0
 
+    @contextmanager
+    def counting(self, nbytes: int) -> Iterator[None]:
+        """Count a put among those that keep disks busy, after it has taken its places."""
+        with self._lock:
+            self._put_bytes += nbytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._put_bytes -= nbytes
+
     def take(self, source: Source) -> list[ReservedPlace]:
         """Return places for the first blocks of a put, which nobody else writes into."""
+        if self._asks_first or self._put_bytes >= BUSY_BYTES:
+            return []
         count = self._count(source)
-        if not count or self._asks_first or len(set(source.keys)) < source.num_blocks:
+        if not count or len(set(source.keys)) < source.num_blocks:
             return []
         taken = self._places.take_many(0, int(source.lengths[0]), count)
         soon_s = time.monotonic() + LEFT_S_MIN
@@ -66,7 +86,8 @@ class DiskPlaces:
             return []
         space = int(source.lengths[0])
         with self._lock:
-            room = self._places.room_bytes - self._ordered_bytes
+            wanted = AHEAD_BYTES - self._places.bytes_of(0, space)
+            room = min(wanted, self._places.room_bytes) - self._ordered_bytes
             count = min(count, max(0, room // space))
             self._ordered_bytes += count * space
         return [self._record.next_batch() for _ in range(count)]

@@ -164,6 +164,10 @@ class ReservedPlaces:
         """How much more may be held."""
         return HELD_BYTES_MAX - self._held_bytes
 
+    def bytes_of(self, shard: int, space: int) -> int:
+        """How much is held of one size."""
+        return space * len(self._places.get((shard, space), ()))
+
     def meet(self, shard: int, key: bytes) -> None:
         """Name any key of a master's, to tell it by what is given back."""
         self._keys.setdefault(shard, key)

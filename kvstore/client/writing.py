@@ -160,6 +160,8 @@ class Writing:
             try:
                 if is_first:
                     early = yield from self._begin_early(source, stack, deadline_s)
+                if self._ahead is not None:
+                    stack.enter_context(self._ahead.counting(source.pieces.nbytes))
                 if early is not None:
                     yield from self._take_over(early, source, puts, stack, deadline_s)
                 else:

@@ -213,3 +213,25 @@ def test_what_is_not_used_is_given_back(scene, monkeypatch) -> None:
     assert set(scene.put(fresh(COUNT))) == {STORED}
     scene.client._disk_places.close()
     assert held(scene) == 0
+
+
+def test_while_another_put_keeps_the_disk_busy_one_asks_first(scene, monkeypatch) -> None:
+    monkeypatch.setattr(disk_places, "BUSY_BYTES", COUNT * SIZE)
+    disk = HangingDisk(monkeypatch)
+    first, second = fresh(COUNT), fresh(COUNT)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            puts = [pool.submit(scene.put, first)]
+            eventually(lambda: len(scene.of(m.Allocate)) == 1, "it asks", timeout_s=WAIT_S)
+            puts.append(pool.submit(scene.put, second))
+            eventually(lambda: len(scene.of(m.Allocate)) == 2, "it asks too", timeout_s=WAIT_S)
+        finally:
+            disk.let_go()
+        for put in puts:
+            assert set(put.result(WAIT_S)) == {STORED}
+    assert [len(asked.places) for asked in scene.of(m.Allocate)] == [AHEAD, 0]
+    scene.check_found(first, COUNT)
+    scene.check_found(second, COUNT)
+    assert set(scene.put(fresh(COUNT))) == {STORED}
+    assert len(scene.of(m.Allocate)[-1].places) == AHEAD, "nothing is counted any more"
+    forgotten_at_rest(scene)
