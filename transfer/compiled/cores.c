@@ -22,10 +22,11 @@ typedef struct {
     int64_t changed_at, pause_ns;
 } CoreChanges;
 
-/* Go to another core, of those that this thread may use. */
+/* Go to another core, of those that this thread may use. What somebody else has said meanwhile about
+ * where it may run stays: it is looked at once more before it is given back what it had. */
 static bool change_core(void)
 {
-    cpu_set_t allowed, others;
+    cpu_set_t allowed, others, found;
     int core = sched_getcpu();
     if (core < 0 || core >= CPU_SETSIZE || sched_getaffinity(0, sizeof allowed, &allowed))
         return false;
@@ -34,7 +35,8 @@ static bool change_core(void)
     if (!CPU_COUNT(&others) || CPU_COUNT(&allowed) > FEW_CORES ||
         sched_setaffinity(0, sizeof others, &others))
         return false;
-    (void)sched_setaffinity(0, sizeof allowed, &allowed);
+    if (!sched_getaffinity(0, sizeof found, &found) && CPU_EQUAL(&found, &others))
+        (void)sched_setaffinity(0, sizeof allowed, &allowed);
     __atomic_add_fetch(&num_cores_changed, 1, __ATOMIC_RELAXED);
     return true;
 }

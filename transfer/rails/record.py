@@ -26,6 +26,8 @@ FALSE_ALARM_S: Final = 0.2
 CALM_S: Final = 1.0
 # Where the link has to end for it, a false alarm costs more: patience begins here, and doubles.
 STALL_S_ENDING: Final = 0.2
+# Bulk that gives way moves every 40 to 90 ms, perhaps over another rail.
+STALL_S_GIVING_WAY: Final = 0.5
 # A slow rail is given so many times the time that a slice should take on it.
 STALL_SLICES: Final = 8
 BACKOFF_S: Final = 0.05
@@ -181,12 +183,20 @@ class RailRecord:
         if not self.repeats:
             self.stall_s = min(2 * self.stall_s, STALL_S_MAX)
 
-    def is_silent(self, now: float) -> bool:
-        """Whether bytes are out and nothing has come to its end for too long."""
+    def is_silent(self, now: float, *, gives_way: bool = False) -> bool:
+        """Whether bytes are out and nothing has come to its end for too long.
+
+        Args:
+            now: The time.
+            gives_way: Bulk waits for its turns beside urgent traffic: where there is nothing else
+                it is no fault of the rail that nothing moves.
+        """
         if not self.out or not self.is_open:
             return False
         smallest = min(part.nbytes for part in self.out)
         patience = max(self.stall_s, STALL_SLICES * smallest / self.bandwidth)
+        if gives_way and not self.urgent_bytes:
+            patience = max(patience, STALL_S_GIVING_WAY)
         return now - max(self.progressed_at, self.load.progressed_at) > patience
 
     def statistics(self, peer: str) -> RailStatistics:

@@ -26,6 +26,8 @@ from transfer.rails.record import STALL_S, RailRecord
 from transfer.rails.slices import Operation, Slice
 from transfer.wire import SLICE_BYTES
 
+# Bulk that gave way to urgent traffic moves again so long after the last of it, at most.
+GIVES_WAY_S: Final = 0.2
 # A slice should take about this long on the fastest rail.
 SLICE_S: Final = 2e-3
 # One of a class that nobody waits for may take longer: each that ends takes the interpreter from
@@ -258,7 +260,8 @@ class SprayCore:
             Each newly stalled rail, with the slices that were queued again. Where late writes
             would land they are not: the link has to end first, and tells them then.
         """
-        silent = [rail for rail in self.rails if rail.is_silent(now)]
+        gives_way = now - self.books.urgent_at < GIVES_WAY_S
+        silent = [rail for rail in self.rails if rail.is_silent(now, gives_way=gives_way)]
         if not silent or not any(r.usable and r not in silent for r in self.rails):
             return []
         found = []

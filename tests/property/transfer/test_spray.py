@@ -286,3 +286,27 @@ def test_patience_that_a_false_alarm_has_bought_wears_off() -> None:
     for now in (5.0, 7.0, 9.0, 11.0):
         complete(now)
     assert record.stall_s == start
+
+
+@pytest.mark.parametrize(
+    ("out", "beside", "accused_s"),
+    [
+        (Priority.WEIGHTS, True, 0.5),
+        (Priority.WEIGHTS, False, 0.03),
+        (Priority.ACTIVATIONS, True, 0.03),
+    ],
+)
+def test_bulk_that_waits_for_its_turn_accuses_no_rail(out, beside, accused_s) -> None:
+    simulation = Simulation([SimulatedRail(1e9), SimulatedRail(1e9)])
+    simulation.run(0.01)  # both are open
+    core, second = simulation.core, simulation.core.rails[1]
+    began_s = now = simulation.now
+    (part,) = operation(out, [64 * KIB]).slices
+    second.post(part, now)
+    while not core.find_stalled(now):
+        now += 0.001
+        if beside:
+            core.books.urgent_at = now
+        assert now < began_s + 2.0
+    assert accused_s < now - began_s < accused_s + 0.01
+    assert second.failures == 1
