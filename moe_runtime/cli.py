@@ -1,7 +1,8 @@
 """The `moe-runtime` command. Subcommands are loaded when they are called, so that `--help` and
 `config` work at once, without torch.
 
-Exit codes: 0 done, 1 the command failed, 2 the command line or the configuration is wrong.
+Exit codes: 0 done, 1 the command failed, 2 the command line or the configuration is wrong, 130
+Ctrl-C ended it before it was done.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from moe_runtime import __version__
-from moe_runtime.process_end import run_and_end
+from moe_runtime.process_end import INTERRUPTED, run_and_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,13 @@ class LazyGroup(click.Group):
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Be the command of this process; a caller that lives on uses `main` instead."""
         run_and_end(lambda: self.main(*args, **kwargs))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; Ctrl-C, for which it has no other use, ends it without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of the commands whose module is installed, in the order of the table."""

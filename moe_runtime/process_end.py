@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+INTERRUPTED: Final = 130  # by Ctrl-C, as shells have it
 NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT}
 
 

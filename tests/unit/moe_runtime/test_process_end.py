@@ -21,10 +21,30 @@ def command():
 run_and_end(command)
 """
 
+# Ctrl-C comes in the moment in which a module is looked for.
+INTERRUPTED = """
+import os, signal, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "MODULE":
+            sys.stdout.write("interrupted")
+            sys.stdout.flush()
+            os.kill(os.getpid(), signal.SIGINT)
+from moe_runtime.__main__ import start
+sys.meta_path.insert(0, Finder)
+sys.argv = ["moe-runtime", "config", "show"]
+start()
+"""
+
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
+    return run_program(PROGRAM.replace("BODY", body))
+
+
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("BODY", body)],
+        [sys.executable, "-c", program],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -72,3 +92,11 @@ def test_a_disk_that_is_full_is_one_line(body: str) -> None:
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line != "logged"]
     assert said == ["Error: [Errno 28] No space left on device"]
+
+
+@pytest.mark.parametrize(
+    "module", ["moe_runtime.cli", "click", "moe_runtime.config_command", "pydantic"]
+)
+def test_an_interrupt_while_it_is_loaded_is_no_error(module: str) -> None:
+    done = run_program(INTERRUPTED.replace("MODULE", module))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted", "")
