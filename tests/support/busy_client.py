@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import secrets
@@ -13,6 +12,7 @@ from multiprocessing.connection import Connection
 
 from configs.schema import KVStoreConfig, TransferBackend, TransferConfig
 from kvstore import KVStoreError, Store
+from tests.support.fork_server import CONTEXT
 from tests.support.store_pool import WAIT_S, Pool
 from tests.support.waits import eventually
 from transfer import TransferError
@@ -124,11 +124,9 @@ class BusyClient:
     def __init__(
         self, pool: Pool, *, backend: TransferBackend = TransferBackend.AUTO, way: str = ""
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.busy_client"])
-        self.pipe, theirs = context.Pipe()
+        self.pipe, theirs = CONTEXT.Pipe()
         args = theirs, pool.addresses, pool.secret, pool.config, backend, way
-        self.process = context.Process(target=serve, args=args, daemon=True)
+        self.process = CONTEXT.Process(target=serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
         self.name = self.recv()

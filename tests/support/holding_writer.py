@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 from configs.schema import TransferBackend
+from tests.support.fork_server import CONTEXT
 from tests.support.killed_writer import begin_and_wait
 from tests.support.store_pool import WAIT_S, Pool
 from tests.support.waits import eventually
@@ -20,11 +20,9 @@ class Writer:
     """The parent's end of it; see `begin_and_wait`."""
 
     def __init__(self, pool: Pool, backend: TransferBackend | None, kind: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.killed_writer"])
-        self.pipe, theirs = context.Pipe()
+        self.pipe, theirs = CONTEXT.Pipe()
         args = (theirs, pool.addresses[0], pool.secret, pool.config, backend, kind, SIZE)
-        self.process = context.Process(target=begin_and_wait, args=args, daemon=True)
+        self.process = CONTEXT.Process(target=begin_and_wait, args=args, daemon=True)
         self.process.start()
         theirs.close()
         self.name = self.hear()

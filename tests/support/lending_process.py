@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import secrets
@@ -24,6 +23,7 @@ from kvstore.wire.peer_messages import (
     decode_to_client,
     encode_to_node,
 )
+from tests.support.fork_server import CONTEXT
 from tests.support.lending_node import LendingNode, stored_form
 from transfer import RegionKey, TransferEngine, allocate
 from transfer.backends import file_calls
@@ -70,7 +70,7 @@ def die_in_write(nbytes: int) -> None:
 
 
 def die_in_replace(index: KeptIndex, step: str, nbytes: int) -> None:
-    """From now on the index is replaced by a short one, and the process killed while it is.
+    """The index is replaced by a short one with the next record, and the process killed while it is.
 
     Args:
         index: Of a segment.
@@ -100,7 +100,8 @@ def die_in_replace(index: KeptIndex, step: str, nbytes: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     os.pwrite, os.fsync, os.rename = written, synced, renamed
-    index._replace_above = 0
+    index.flush()  # what was put before is in the log: the next record makes it too long
+    index._replace_above = index.figures().log_bytes
 
 
 def is_kept(index: KeptIndex) -> bool:
@@ -133,10 +134,8 @@ class LendingProcess:
     """The parent's end."""
 
     def __init__(self, master: str, segments: list[dict[str, Any]], **knobs: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.lending_process"])
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(
+        self._pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(
             target=serve, args=(theirs, master, segments, knobs), daemon=True
         )
         self.process.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
 import signal
@@ -22,6 +21,7 @@ from kvstore.discovery.directory import MasterDirectory, StaticMasters
 from kvstore.discovery.finding import directory_of, followed
 from kvstore.wire import messages as m
 from tests.support.departures import write_down
+from tests.support.fork_server import CONTEXT
 from tests.support.store_worker import SLOTS, Worker, content
 from tests.support.taken_words import words_of
 
@@ -75,10 +75,8 @@ class MasterProcess:
         port: int = 0,
         departures: Path | None = None,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.master_process"])
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(
+        self._pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(
             target=run_master, args=(theirs, config, secret, shard, port, departures), daemon=True
         )
         self.process.start()
@@ -170,10 +168,9 @@ class MasterCluster:
         return worker
 
     def _launch(self) -> Worker:
-        context = multiprocessing.get_context("forkserver")
         addresses = [master.address for master in self.masters]
         args = (addresses, self.secret, self.config, self._backend, self.slot_bytes)
-        worker = Worker(context, secrets.token_hex(8), *args)
+        worker = Worker(secrets.token_hex(8), *args)
         self.stack.callback(worker.close)
         return worker
 

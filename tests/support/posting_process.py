@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import multiprocessing
 import os
 import secrets
 import signal
@@ -15,6 +14,7 @@ from types import TracebackType
 from configs.schema import KVStoreConfig
 from kvstore import PutOutcome, Store
 from kvstore.client import post_box, reserved_places
+from tests.support.fork_server import CONTEXT
 
 SIZE = 4096
 COUNTED_BYTES = 24  # put, of them not as the first, posted
@@ -51,8 +51,7 @@ class PostingProcess:
         self.seed = secrets.token_bytes(8)
         self._path = directory / self.seed.hex()
         self._path.write_bytes(bytes(COUNTED_BYTES))
-        context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(
+        self._process = CONTEXT.Process(
             target=_put_all, args=(str(self._path), address, secret, config, self.seed)
         )
         self._process.start()

@@ -30,7 +30,8 @@ from dispatch import (
     LocalDispatcher,
     TransferDispatcher,
 )
-from tests.support.ranks import _CONTEXT, Board, RankFailed
+from tests.support.fork_server import CONTEXT
+from tests.support.ranks import Board, RankFailed
 from transfer import TransferEngine
 
 BACKENDS = ("local", "gloo", "tcp", "shared_memory")
@@ -181,9 +182,9 @@ class RankPool:
     def start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="pool-")
         for rank in range(self.world_size):
-            here, there = _CONTEXT.Pipe()
+            here, there = CONTEXT.Pipe()
             board = Board(rank, self.world_size, Path(self._directory.name))
-            process = _CONTEXT.Process(
+            process = CONTEXT.Process(
                 target=_serve, args=(board, self.backend, there), name=f"{self.backend}-{rank}"
             )
             process.start()

@@ -3,15 +3,13 @@
     def check(board: Board, value: int) -> int: ...      # module level, so that it can be pickled
     assert run_ranks(3, check, 7, timeout_s=30) == [7, 7, 7]
 
-Children are forked from a server that has imported torch and nothing else has run in, which costs
-milliseconds instead of the seconds of an import. The first rank that fails decides the outcome:
-its traceback is raised here and the others are killed.
+Children are forked from a server in which nothing has run but imports (`fork_server.py`). The first
+rank that fails decides the outcome: its traceback is raised here and the others are killed.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -25,8 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "dispatch.transfer_dispatcher", __name__])
+from tests.support.fork_server import CONTEXT
 
 
 class RankFailed(AssertionError):
@@ -79,9 +76,9 @@ def run_ranks(
     """
     exits = exits or {}
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            _CONTEXT.Process(
+            CONTEXT.Process(
                 target=_child,
                 args=(Board(rank, world_size, Path(directory)), fn, args, pipe[1]),
                 name=f"rank-{rank}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import secrets
 import time
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from kvstore import KVStoreError, MasterServer, StoreClient, StoreNode
 from kvstore.discovery.directory import as_directory
 from kvstore.discovery.finding import directory_of, followed
 from kvstore.wire import messages as m
+from tests.support.fork_server import CONTEXT
 from transfer import TransferEngine, TransferError, allocate
 
 START_S = 60.0
@@ -175,10 +175,10 @@ def serve(pipe, name, master, secret, config, backend, slot_bytes):
 class Worker:
     """Parent's end of one worker process."""
 
-    def __init__(self, context, name: str, *args: Any) -> None:
+    def __init__(self, name: str, *args: Any) -> None:
         self.name = name
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, name, *args), daemon=True)
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=serve, args=(theirs, name, *args), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -240,11 +240,8 @@ class StorePool:
         self.secret = secrets.token_bytes(32)
         self.master = MasterServer(self.config, secret=self.secret)
         self.master.open()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.store_worker"])
         self.workers = [
             Worker(
-                context,
                 secrets.token_hex(8),
                 self.master.address,
                 self.secret,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 import os
 import random
 import secrets
@@ -20,6 +19,7 @@ from kvstore import AsyncStore, KVStoreError, MasterUnavailable, Store
 from kvstore.discovery.finding import directory_of, followed
 from kvstore.errors import BlockCorrupt, Fenced
 from kvstore.values.names import key_of
+from tests.support.fork_server import CONTEXT
 from tests.support.master_process import MasterCluster
 from tests.support.put_journal import (
     Journals,
@@ -221,11 +221,10 @@ class PostingProcess:
     """The parent's end of a client process."""
 
     def __init__(self, cluster: MasterCluster, run: Callable[..., object], *args: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self.pipe, theirs = context.Pipe()
+        self.pipe, theirs = CONTEXT.Pipe()
         addresses = [master.address for master in cluster.masters]
         given = (theirs, addresses, cluster.secret, cluster.config, run, *args)
-        self.process = context.Process(target=serve, args=given, daemon=True)
+        self.process = CONTEXT.Process(target=serve, args=given, daemon=True)
         self.process.start()
         theirs.close()
         cluster.stack.callback(self.close)

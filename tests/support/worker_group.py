@@ -7,7 +7,6 @@ processes would take longer than all that is tested.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import secrets
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 
 from configs.schema import ElasticConfig
 from elastic.store import TCPStoreMembership
+from tests.support.fork_server import CONTEXT
 
 COMMAND = (sys.executable, "-m", "tests.support.round_worker")
 ROOT = Path(__file__).parents[2]
@@ -64,8 +64,6 @@ class Group:
         self.folder = folder
         self.store = TCPStoreMembership("127.0.0.1", 0, is_master=True)
         self.environment = worker_environment(folder, self.store, world_size, round_timeout_s)
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.support.round_worker"])
         self.processes: dict[str, Any] = {}
 
     def start(self, rank: int) -> str:
@@ -74,7 +72,7 @@ class Group:
         places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MOE_RUNTIME_INCARNATION": name}
         settings = {**self.environment, **places}
         errors = str(self.folder / f"{name}.stderr")
-        process = self.context.Process(target=_work, args=(settings, errors))
+        process = CONTEXT.Process(target=_work, args=(settings, errors))
         process.start()
         self.processes[name] = process
         return name

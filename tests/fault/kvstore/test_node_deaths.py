@@ -160,8 +160,8 @@ def test_killed_while_the_index_is_replaced(tmp_path, master, putter, step, torn
     # Some are overwritten, so that the log has more than the index.
     keys[3:6] = [putter.put(node, key, i * BLOCK, BLOCK) for i in range(3, 6)]
     wait_held(node, 20)
-    size = (tmp_path / "slab.index").stat().st_size
     node.ask("die_in_replace", step, torn)
+    size = (tmp_path / "slab.index").stat().st_size
     last = putter.put(node, key, 20 * BLOCK, BLOCK)
     node.ended(-signal.SIGKILL)
     assert (tmp_path / "slab.index.new").exists() is (step != "renamed")

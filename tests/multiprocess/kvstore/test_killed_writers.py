@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from contextlib import ExitStack
 
 from kvstore import MasterServer, MasterUnavailable
 from tests.support.doomed_writer import put_and_die
+from tests.support.fork_server import CONTEXT
 from tests.support.store_pool import WAIT_S, Pool
 from tests.support.waits import eventually
 
@@ -18,11 +18,9 @@ class Doomed:
     """The parent's end of a writer that dies."""
 
     def __init__(self, pool: Pool, number: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.doomed_writer"])
-        self.pipe, theirs = context.Pipe()
+        self.pipe, theirs = CONTEXT.Pipe()
         args = theirs, pool.addresses[0], pool.secret, pool.config, number, SIZE
-        self.process = context.Process(target=put_and_die, args=args, daemon=True)
+        self.process = CONTEXT.Process(target=put_and_die, args=args, daemon=True)
         self.process.start()
         theirs.close()
         self.name, self.values, self.short, self.held = self._recv()

@@ -187,7 +187,7 @@ def test_ctrl_c_does_not_reach_the_target(tmp_path: Path) -> None:
         (target,) = psutil.Process(process.pid).children()
         eventually(lambda: os.getpgid(target.pid) == target.pid, "it has a group of its own")
         process.send(signal.SIGINT)
-        assert process.wait(60) == 1
+        assert process.wait(60) == 130
     assert not target.is_running()
 
 
