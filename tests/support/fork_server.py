@@ -25,5 +25,6 @@ CONTEXT.set_forkserver_preload(
         "tests.support.round_worker",
         "tests.support.store_worker",
         "tests.support.storming_process",
+        "tests.support.viewing_process",
     ]
 )

@@ -70,7 +70,7 @@ def die_in_write(nbytes: int) -> None:
 
 
 def die_in_replace(index: KeptIndex, step: str, nbytes: int) -> None:
-    """The index is replaced by a short one with the next record, and the process killed while it is.
+    """With the next record the index is replaced by a short one, and the process killed then.
 
     Args:
         index: Of a segment.

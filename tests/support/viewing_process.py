@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
@@ -11,6 +10,7 @@ from typing import Any
 
 from configs.schema import KVStoreConfig
 from kvstore import LeaseLost, Store
+from tests.support.fork_server import CONTEXT
 from tests.support.store_pool import WAIT_S, Pool
 from tests.support.waits import eventually
 
@@ -39,11 +39,9 @@ class Viewer:
     """The parent's end of it; a context manager."""
 
     def __init__(self, pool: Pool, name: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.viewing_process"])
-        self._pipe, theirs = context.Pipe()
+        self._pipe, theirs = CONTEXT.Pipe()
         args = (theirs, pool.addresses, pool.secret, pool.config, name)
-        self._process = context.Process(target=view_and_wait, args=args, daemon=True)
+        self._process = CONTEXT.Process(target=view_and_wait, args=args, daemon=True)
         self._process.start()
         theirs.close()
         self.in_place, self.value = self._hear()
