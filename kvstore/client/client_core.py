@@ -36,6 +36,7 @@ from kvstore.wire import messages as m
 from kvstore.wire.messages import PutOutcome
 
 if TYPE_CHECKING:
+    from kvstore.client.post_box import PostBoxes
     from kvstore.client.reserved_places import ReservedPlaces
     from kvstore.client.segment_keys import SegmentKeys
     from transfer import TransferEngine
@@ -53,6 +54,7 @@ class ClientCore:
         segments: Keys to the nodes' segments.
         tenant: For whom it acts.
         timeout_s: Deadline of a call that names none.
+        posts: Where puts are posted.
         disk_places: Keeps places on disks; None: none are had ahead.
     """
 
@@ -63,6 +65,7 @@ class ClientCore:
         *,
         tenant: Tenant,
         timeout_s: float,
+        posts: PostBoxes,
         disk_places: ReservedPlaces | None = None,
     ) -> None:
         self.engine = engine
@@ -77,7 +80,7 @@ class ClientCore:
         self.under_way = segments.under_way
         writer = BlockWriter(engine, segments)
         ahead = None if disk_places is None else DiskPlaces(disk_places, self.record)
-        self.writing = Writing(self.record, self.master, writer, self.under_way, ahead)
+        self.writing = Writing(self.record, self.master, writer, self.under_way, posts, ahead)
 
     def deadline(self, timeout_s: float | None) -> float:
         """When a call that starts now is late, on the monotonic clock. Raises InvalidValue."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvstore.wire.messages import PutOutcome
+from kvstore.wire.messages import Medium, Pin, PutOutcome
 
 if TYPE_CHECKING:
+    from kvstore._native import PostBox
     from kvstore.client.block_writer import Begun
     from kvstore.client.early_writes import EarlyWrites
     from kvstore.client.writes_under_way import Target, WriteUnderWay
 
+Ints = NDArray[np.int64]
 PAUSE_S_MIN: Final = 0.005
 PAUSE_S_MAX: Final = 0.25
 SETTLING_S: Final = 0.05  # until a master that has just started is asked again
@@ -66,6 +70,7 @@ class OpenPut:
         begun: What is written, and was.
         summed: Whether the master was told checksums when it was asked for places.
         granted_s: When the answer came.
+        generation: From before that; see `PostBoxes.generation`.
         attempt: What became of the blocks.
         num_first: How much is under way that was begun before anything else.
         early: What was begun before the master was asked; the first `num_early` blocks, which are
@@ -79,11 +84,35 @@ class OpenPut:
     begun: Begun
     summed: bool
     granted_s: float
+    generation: int
     attempt: Attempt
     num_first: int = 0
     early: EarlyWrites | None = None
     num_early: int = 0
     committed: list[bool] = field(default_factory=list)
+
+    def post_end(self, box: PostBox | None, blocks: Ints) -> bool:
+        """Say that all is written without waiting for the answer; False if that is to be asked for.
+
+        It is if there is anything to be told beside: several copies, a pin, what was not granted
+        or not written; and of disks, whose puts take long anyway.
+
+        Args:
+            box: Where puts are posted, if they are.
+            blocks: Those that were written and not committed, rising.
+        """
+        begun, granted = self.begun, self.begun.granted
+        if box is None or self.summed or self.committed or self.early or begun.replicas > 1:
+            return False
+        if begun.source.options.pin is not Pin.NONE or not len(blocks):
+            return False
+        if any(node.medium is Medium.SSD for node in granted.nodes):
+            return False
+        if granted.outcomes.count(PutOutcome.GRANTED) != len(blocks):
+            return False
+        if time.monotonic() > self.granted_s + granted.put_s / 2:
+            return False
+        return box.finish(self.batch, begun.source.sums.values[blocks].tobytes(), self.generation)
 
     def in_doubt(self) -> list[Target]:
         """Return the segments in which something may be under way for all we know."""

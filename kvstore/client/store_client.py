@@ -91,14 +91,13 @@ class StoreClient:
             self._directory, config, secret=secret, identity=f"{engine.name}.client"
         )
         self.segments = SegmentKeys(engine, local_node)
+        self.posts = PostBoxes(self._link.borrow)
         self._disk_places = self._new_places(DISK_IDLE_S)
+        ahead = self._disk_places if self._link.num_shards == 1 else None
         self.core = ClientCore(
-            engine,
-            self.segments,
-            tenant=tenant,
-            timeout_s=config.request_timeout_s,
-            disk_places=self._disk_places if self._link.num_shards == 1 else None,
-        )
+            engine, self.segments, tenant=tenant, timeout_s=config.request_timeout_s,
+            posts=self.posts, disk_places=ahead,
+        )  # fmt: skip
         self.segments.on_leader(self._link.meet)
         self.driver = Driver(self._link, self.segments)
         self.leases = LeaseKeeper(
@@ -110,7 +109,6 @@ class StoreClient:
             view_bytes_max=config.view_bytes,
         )
         self.places = self._new_places()
-        self.posts = PostBoxes(self._link.borrow)
         for places in (self.places, self._disk_places):
             self.core.under_way.on_question(places.let_go)
         self._stack = ExitStack()
@@ -350,6 +348,7 @@ class StoreClient:
         timeout_s: float | None = None,
     ) -> tuple[PutOutcome, ...]:
         """Store blocks whose bytes are gathered from several pieces of memory. See `put`."""
+        self.posts.generation()  # a box is opened here, where it may be waited for
         return self.driver.run(self.core.put(keys, pieces, options, timeout_s))
 
     def set_pin(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvstore.client.client_record import ClientRecord
     from kvstore.client.disk_places import DiskPlaces
     from kvstore.client.master_access import MasterAccess
+    from kvstore.client.post_box import PostBoxes
     from kvstore.client.source import Source
     from kvstore.client.writes_under_way import WritesUnderWay
 
@@ -58,6 +59,7 @@ class Writing:
         master: Its requests.
         writer: Moves the bytes.
         under_way: Knows what may still be written.
+        posts: Where the ends of puts are posted.
         ahead: Places on disks that are had ahead of a put; None: never.
     """
 
@@ -67,12 +69,14 @@ class Writing:
         master: MasterAccess,
         writer: BlockWriter,
         under_way: WritesUnderWay,
+        posts: PostBoxes,
         ahead: DiskPlaces | None = None,
     ) -> None:
         self._record = record
         self._master = master
         self._writer = writer
         self._under_way = under_way
+        self._posts = posts
         self._ahead = ahead
         self._allocating = Allocating(record, master, ahead)
         self._to_disks = False  # where the last blocks went
@@ -280,7 +284,7 @@ class Writing:
     ) -> Steps[None]:
         """Ask for places, and note what is to be ended."""
         write = stack.enter_context(self._under_way.begin())
-        batch = self._record.next_batch()
+        batch, generation = self._record.next_batch(), self._posts.known_generation()
         try:
             places = [] if early is None else early.numbers
             granted, summed = yield from self._allocating.ask(
@@ -293,13 +297,10 @@ class Writing:
                 early.batch = batch
             raise
         put = OpenPut(
-            batch=batch,
-            write=write,
-            begun=Begun.of(source, granted),
-            summed=summed,
-            granted_s=time.monotonic(),
+            batch=batch, write=write, begun=Begun.of(source, granted), summed=summed,
+            granted_s=time.monotonic(), generation=generation,
             attempt=Attempt(list(granted.outcomes), granted.retry_s, granted.provisional),
-        )
+        )  # fmt: skip
         puts.append(put)
         if granted.checksums:
             yield from _compare(source, granted, put.attempt.outcomes)
@@ -363,6 +364,9 @@ class Writing:
             fresh = fresh[len(later) :]
         result.written[len(put.committed) :] = [*fresh, *later]
         blocks = np.array(fresh, dtype=np.int64) // put.begun.replicas
+        if is_end and put.post_end(self._posts.box, blocks):
+            put.committed += [True] * len(fresh)
+            return
         request = m.Finish(
             client=self._record.name,
             batch=put.batch,

@@ -22,6 +22,8 @@ typedef struct {
     bool writing;     /* its call is under way, in which other threads may run */
     bool gone;        /* the master was seen to have ended */
     uint8_t turn;
+    bool has_sums;                  /* a batch was ended by the post that is the first after ... */
+    uint64_t sums_at;               /* ... so many */
     uint64_t serial;                /* of the boxes of this client */
     uint64_t state, word, *slot; /* of the put under way */
 } PostBox;
@@ -126,7 +128,7 @@ static bool post(PostBox *box, const Post *fresh)
     if (!shared_swap(box->ring + RING_STATE, box->state, (box->state & ~RING_COUNT_MASK) | count))
         return false;
     uint64_t waiting = posts_waiting(box->ring, count);
-    if ((waiting && waiting % POST_WAKE == 0) || fresh->kind == POST_ORDER ||
+    if ((waiting && waiting % POST_WAKE == 0) || fresh->kind != POST_STORE ||
         clock_ns() > (int64_t)shared_load(box->keys.memory + KEYS_LOOKS_AT))
         wake_master(box);
     return true;
@@ -230,6 +232,45 @@ static PyObject *post_box_order(PostBox *box, PyObject *const *args, Py_ssize_t 
     return PyBool_FromLong(possible && post(box, &fresh) && master_is_there(box));
 }
 
+/* Whether the master has not taken the last batch that was ended: its checksums still lie there. */
+static bool is_finishing(const PostBox *box)
+{
+    uint64_t since = (box->state - box->sums_at) & RING_COUNT_MASK;
+    return box->has_sums && since && since <= posts_waiting(box->ring, box->state);
+}
+
+PyDoc_STRVAR(post_box_finish_doc,
+             "finish(batch, checksums, generation)\n--\n\nPost that all blocks of a batch are written "
+             "and noted, with the 8 bytes of the checksum of each; false if that is to be asked for. "
+             "`generation`: from before the places of the batch were asked for.");
+
+static PyObject *post_box_finish(PostBox *box, PyObject *const *args, Py_ssize_t count)
+{
+    if (expect(count, 3, "finish"))
+        return NULL;
+    if (!PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "checksums are bytes");
+        return NULL;
+    }
+    size_t nbytes = (size_t)PyBytes_GET_SIZE(args[1]);
+    Post fresh = {.kind = POST_FINISH, .batch = PyLong_AsUnsignedLongLong(args[0]), .count = nbytes / 8};
+    uint64_t generation = PyLong_AsUnsignedLongLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (box->busy || box->gone || !fresh.count || fresh.count > SUMS_MAX || nbytes % 8)
+        Py_RETURN_FALSE;
+    box->state = shared_load(box->ring + RING_STATE);
+    if (box->state & RING_CLOSED || !may_post(box) || !is_postable(box, generation) ||
+        is_finishing(box))
+        Py_RETURN_FALSE;
+    memcpy(box->ring + RING_SUMS, PyBytes_AS_STRING(args[1]), nbytes);
+    if (!post(box, &fresh))
+        Py_RETURN_FALSE;
+    box->has_sums = true;
+    box->sums_at = box->state & RING_COUNT_MASK;
+    return PyBool_FromLong(master_is_there(box));
+}
+
 PyDoc_STRVAR(post_box_granted_doc,
              "granted(first, length)\n--\n\nReturn what the master has said of the places that were "
              "ordered, from this number on, for values of so many bytes; None: nothing yet, or "
@@ -318,6 +359,7 @@ static PyMethodDef post_box_methods[] = {
     METHOD_OF(post_box, hold, METH_O),
     METHOD_OF(post_box, let_go, METH_O),
     METHOD_OF(post_box, order, METH_FASTCALL),
+    METHOD_OF(post_box, finish, METH_FASTCALL),
     METHOD_OF(post_box, granted, METH_FASTCALL),
     METHOD_OF(post_box, waiting, METH_NOARGS),
     {NULL, NULL, 0, NULL},

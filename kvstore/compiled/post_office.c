@@ -11,7 +11,8 @@ typedef struct {
 
 PyDoc_STRVAR(office_take_doc,
              "take()\n--\n\nReturn what is posted: [(number, kind, key, batch, length, checksum, "
-             "count)]; None if nothing is. `release` follows once all is in the index.");
+             "count)], of a batch that was ended all its checksums in place of a key; None if nothing "
+             "is. `release` follows once all is in the index.");
 
 static PyObject *office_take(PostOffice *office, PyObject *ignored)
 {

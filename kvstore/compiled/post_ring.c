@@ -6,6 +6,7 @@
  *   posts         4096 POSTS_MAX of them, a ring
  *   grants        8192 GRANTS of them: turn (odd while it is being written) | first number | bytes |
  *                      64 bytes later what the master says of the places that an order wished for
+ *   sums         16384 SUMS_MAX checksums of the one batch that was ended by a post not taken yet
  *
  * To post is to count one more in the state, and that fails if the state has changed since the put
  * began. So a master that needs to decide something itself raises the generation first: what was
@@ -13,7 +14,7 @@
  *
  * Part of `kvstore/rows.c` and `kvstore/native.c`. */
 
-#define RING_BYTES 16384
+#define RING_BYTES 49152
 #define RING_STATE 0
 #define RING_TAKEN 64
 #define RING_FLOOR 72
@@ -22,22 +23,25 @@
 #define RING_CLAIM_WORD 136
 #define RING_POSTS 4096
 #define RING_GRANTS 8192
+#define RING_SUMS 16384
+#define SUMS_MAX ((RING_BYTES - RING_SUMS) / 8)
 #define GRANTS 8 /* orders of values of different sizes have different ones, if they can */
-#define GRANT_BYTES ((RING_BYTES - RING_GRANTS) / GRANTS)
+#define GRANT_BYTES ((RING_SUMS - RING_GRANTS) / GRANTS)
 #define GRANT_HEAD_BYTES 64
 #define GRANT_BYTES_MAX (GRANT_BYTES - GRANT_HEAD_BYTES)
 #define POSTS_MAX 64
 #define RING_CLOSED ((uint64_t)1 << 63)
 #define RING_COUNT_MASK ((uint64_t)0xFFFFFF)
 
-enum { POST_STORE = 1, POST_ORDER = 2 };
+enum { POST_STORE = 1, POST_ORDER = 2, POST_FINISH = 3 };
 
 typedef struct {
     uint64_t kind;
     unsigned char key[KEY_BYTES]; /* of what is stored */
-    uint64_t batch;               /* the number of its place; the first of those that are ordered */
+    uint64_t batch;               /* the number of its place; the first of those that are ordered;
+                                     that of the batch whose blocks are all written */
     uint64_t length, checksum;    /* of what is stored; length of what is to come */
-    uint64_t count;               /* of places that are ordered */
+    uint64_t count;               /* of places that are ordered, of blocks that are written */
     uint64_t unused;
 } Post; /* [64] bytes */
 

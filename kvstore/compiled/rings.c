@@ -117,8 +117,14 @@ static bool take_ring(Rings *rings, const Ring *ring, PyObject *found)
         Post one = *post_at(ring->memory, at);
         if (one.kind == POST_STORE && !keep_taken(rings, ring->number, one.key))
             return false;
+        const unsigned char *what = one.key;
+        Py_ssize_t nbytes = KEY_BYTES;
+        if (one.kind == POST_FINISH && one.count <= SUMS_MAX) {
+            what = ring->memory + RING_SUMS;
+            nbytes = (Py_ssize_t)one.count * 8;
+        }
         PyObject *entry = Py_BuildValue("(IKy#KKKK)", ring->number, (unsigned long long)one.kind,
-                                        (const char *)one.key, (Py_ssize_t)KEY_BYTES,
+                                        (const char *)what, nbytes,
                                         (unsigned long long)one.batch, (unsigned long long)one.length,
                                         (unsigned long long)one.checksum, (unsigned long long)one.count);
         if (!entry || PyList_Append(found, entry)) {

@@ -15,6 +15,9 @@ Why a post counts as if the master had answered `Store`:
 - The place was the client's: before places may go to others (a put too slow, a node that leaves, a
   fence, another master's time) the generation of all is raised, and what was posted is taken.
 - While the master may not know all blocks yet, or does not lead, nothing can be posted.
+
+Of a batch its end is posted: its keys and places are its own since the master granted them, and
+what takes places from a client, or may end its batch, raises the generation first.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ if TYPE_CHECKING:
 CLIENT: Final = ".client"  # how the identity of a client's way to its master ends
 HEAD_BYTES: Final = 4096
 BUCKET_BYTES: Final = 64
-RING_BYTES: Final = 16384
+RING_BYTES: Final = 49152
 BUCKETS_MIN: Final = 1 << 15
 FULL: Final = 4 / 7  # of the words: buckets of seven overflow from here on
 DOZE_S: Final = 0.01  # so soon the master looks again while puts are posted
 AWAKE_S: Final = 0.2  # since the last one
 NUMBERS: Final = 1 << 16
-STORE, ORDER = 1, 2  # as `kvstore/compiled/post_ring.c` has them
+STORE, ORDER, FINISH = 1, 2, 3  # as `kvstore/compiled/post_ring.c` has them
 LEADS_NS_MAX: Final = (1 << 63) - 1
 # What takes no place from anybody and tells of no blocks: puts under way may go on beside it.
 _HARMLESS: Final = frozenset(
@@ -51,6 +54,9 @@ _HARMLESS: Final = frozenset(
      m.SetPin, m.Heartbeat, m.Observe, m.Describe, m.Enter)
 )  # fmt: skip
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+End = tuple[str, int, bytes, int]  # client, number of a batch, checksums, blocks
 
 
 class Posts:
@@ -67,7 +73,7 @@ class Posts:
         self._clients: dict[int, str] = {}  # number -> incarnation
         self._rings: dict[int, int] = {}  # number -> descriptor
         self._said = False, 0
-        self._looks = self._takes_places = False
+        self._looks = self._takes_places = self._is_deciding = False
         self._taken_s = -math.inf
         self._process = os.pidfd_open(os.getpid())
         try:
@@ -142,6 +148,7 @@ class Posts:
     def after(self) -> None:
         """A request was handled."""
         self._office.retract()
+        self._is_deciding = False
         if self._takes_places:  # what was ordered after the revocation was opened, and taken, too
             self._takes_places = False
             self._office.revoke()
@@ -191,16 +198,33 @@ class Posts:
         if posted is None:
             return False
         clients, stored = self._clients, []
+        ended: list[End] = []
         try:
             for number, kind, key, batch, length, checksum, count in posted:
                 if kind == STORE:
                     stored.append((clients[number], key, batch, length, checksum))
+                elif kind == FINISH:
+                    ended.append((clients[number], batch, key, count))
                 elif kind == ORDER:
                     self._master.take_order(clients[number], batch, count, length, number)
             self._master.take_posts(stored)
+            if ended:
+                self._take_ends(ended)
         finally:
             self._office.release()
         return bool(posted)
+
+    def _take_ends(self, ended: Sequence[End]) -> None:
+        """Make blocks of batches; until all of a batch are, nobody takes its keys for free."""
+        is_deciding = self._is_deciding
+        if not is_deciding:
+            self._office.announce(())
+        try:
+            for client, batch, checksums, count in ended:
+                self._master.take_end(client, batch, checksums, count)
+        finally:
+            if not is_deciding:
+                self._office.retract()
 
     @property
     def is_crowded(self) -> bool:
@@ -209,6 +233,7 @@ class Posts:
 
     def _announce(self, keys: Sequence[bytes]) -> None:
         office = self._office
+        self._is_deciding = True
         rivals = office.announce(keys)
         if rivals:
             for number in rivals:

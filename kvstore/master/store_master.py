@@ -38,6 +38,7 @@ from kvstore.master.inventory import Inventory
 from kvstore.master.keeping import Keeping
 from kvstore.master.lending import Lending
 from kvstore.master.opening import PlaceOpener
+from kvstore.master.posted_ends import take_end
 from kvstore.master.reading import Reading
 from kvstore.master.settling import Settling
 from kvstore.master.storing import Post, Storing, Wish
@@ -184,6 +185,10 @@ class StoreMaster:
     def take_posts(self, posts: Sequence[Post]) -> None:
         """Make blocks of what clients have posted, in this order."""
         self._storing.take_posts(posts)
+
+    def take_end(self, client: str, batch: int, checksums: bytes, count: int) -> None:
+        """Make blocks of all of a batch, whose client has posted that they are written."""
+        take_end(self._catalog, client, batch, checksums, count, self._stepped_at)
 
     def take_order(self, client: str, first: int, count: int, length: int, poster: int) -> None:
         """Note which places a client wishes for: numbers from `first` on."""

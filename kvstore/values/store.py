@@ -198,6 +198,7 @@ class Store:
         Returns:
             What became of each, in order; see `PutOutcome`.
         """
+        self.client.posts.generation()  # a box is opened here, where it may be waited for
         steps = self.operations.put(names, values, options, timeout_s)
         return self.client.driver.run(steps)
 

@@ -22,7 +22,7 @@ from kvstore.master.posts import (
 )
 
 NBYTES = 300  # the shortest that is copied and posted in one call is a little less
-POSTS_MAX = 64  # as `kvstore/compiled/post_ring.c` has it
+POSTS_MAX, SUMS_MAX = 64, 4096  # as `kvstore/compiled/post_ring.c` has it
 STATE, TAKEN, FLOOR, NUMBER, CLAIM, POSTS = 0, 64, 72, 80, 128, 4096
 OPEN, LEADS_UNTIL, CLOCK = 64, 128, 256
 WORDS = 8  # of a bucket, the first counts

@@ -17,6 +17,7 @@ from kvstore.client import post_box, reserved_places
 from tests.support.fork_server import CONTEXT
 
 SIZE = 4096
+PERIOD, BATCH = 16, 8  # of each so many values so many are put at once
 COUNTED_BYTES = 24  # put, of them not as the first, posted
 
 
@@ -28,7 +29,9 @@ def content_of(seed: bytes, number: int) -> bytes:
     return hashlib.sha256(seed + b"content %d" % number).digest() * (SIZE // 32)
 
 
-def _put_all(path: str, address: str, secret: bytes, config: KVStoreConfig, seed: bytes) -> None:
+def _put_all(
+    path: str, address: str, secret: bytes, config: KVStoreConfig, seed: bytes, batches: bool
+) -> None:
     reserved_places.IDLE_S = 60.0
     post_box.AGAIN_S = 0.05
     with open(path, "r+b") as file:
@@ -36,23 +39,38 @@ def _put_all(path: str, address: str, secret: bytes, config: KVStoreConfig, seed
     store = Store.connect(address, secret=secret, config=config)
     others = posted = number = 0
     while True:
-        outcome = store.put(name_of(seed, number), content_of(seed, number))
-        others += outcome is not PutOutcome.STORED
+        count = BATCH if batches and number % PERIOD == 0 else 1  # some are put as one batch
+        numbers = range(number, number + count)
+        names = [name_of(seed, n) for n in numbers]
+        contents = [content_of(seed, n) for n in numbers]
+        if count > 1:
+            outcomes = store.put_batch(names, contents)
+        else:
+            outcomes = (store.put(names[0], contents[0]),)
+        others += sum(outcome is not PutOutcome.STORED for outcome in outcomes)
         box = store.client.posts.box
         posted += box is not None and box.waiting() > 0
-        number += 1
+        number += count
         struct.pack_into("<QQQ", counted, 0, number, others, posted)
 
 
 class PostingProcess:
     """One of them; a context manager that kills it."""
 
-    def __init__(self, directory: Path, address: str, secret: bytes, config: KVStoreConfig) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        address: str,
+        secret: bytes,
+        config: KVStoreConfig,
+        *,
+        batches: bool = False,
+    ) -> None:
         self.seed = secrets.token_bytes(8)
         self._path = directory / self.seed.hex()
         self._path.write_bytes(bytes(COUNTED_BYTES))
         self._process = CONTEXT.Process(
-            target=_put_all, args=(str(self._path), address, secret, config, self.seed)
+            target=_put_all, args=(str(self._path), address, secret, config, self.seed, batches)
         )
         self._process.start()
 

@@ -66,6 +66,7 @@ class Commands:
 
     def put_and_stall(self, keys):
         """Write the blocks, say so, and never commit."""
+        self.client.posts.close()  # it asks
         ask = self.client._link.ask
 
         def stall(request, expected, **options):

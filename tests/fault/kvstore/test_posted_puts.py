@@ -317,6 +317,7 @@ def test_a_put_that_is_under_way_as_its_key_becomes_a_block(stack, monkeypatch):
     monkeypatch.setattr(Catalog, "attach_all", gap)
     outcomes_of_batch = long.put_batch([key, secrets.token_bytes(16)], [values[long]] * 2)
     assert list(outcomes_of_batch) == ["stored"] * 2
+    eventually(lambda: asked, "its end was posted: its blocks are made")
     asked[0].join(WAIT_S)
     assert outcomes == ["conflict"]
     assert long.get(key) == short.get(key) == values[long]

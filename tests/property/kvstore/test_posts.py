@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.key_index import make_key_index
-from kvstore.master.posts import STORE
+from kvstore.master.posts import FINISH, STORE
 from tests.support.posted import (
     CLOSED,
+    MASK,
     POSTS_MAX,
     STATE,
     HandClient,
@@ -122,6 +124,21 @@ class PostMachine(RuleBasedStateMachine):
             client.posted.append((key, self.last_batch))
 
     @precondition(lambda self: self.clients)
+    @rule(data=st.data(), sums=st.lists(st.integers(0, MASK), min_size=3, max_size=9))
+    def end_batch(self, data, sums):
+        """All blocks of a batch are written; one such post at a time is not taken yet."""
+        client = self.draw(data)
+        if client.claimed is not None:
+            return
+        ending = any(len(what) != 16 for what, _ in client.posted)
+        fits = self.leads and client.usable and len(client.posted) < POSTS_MAX and not ending
+        self.last_batch += 1
+        packed = struct.pack(f"<{len(sums)}Q", *sums)
+        assert client.box.finish(self.last_batch, packed, client.generation) == fits
+        if fits:
+            client.posted.append((packed, self.last_batch))
+
+    @precondition(lambda self: self.clients)
     @rule(data=st.data())
     def renew(self, data):
         """Ask for places."""
@@ -168,12 +185,13 @@ class PostMachine(RuleBasedStateMachine):
         found = self.office.take() or []
         by_client = {}
         for number, kind, key, batch, *_ in found:
-            assert kind == STORE
+            assert kind == (STORE if len(key) == 16 else FINISH)
             by_client.setdefault(number, []).append((key, batch))
         assert by_client == {c.number: c.posted for c in self.clients.values() if c.posted}
-        for _, _, key, *_ in found:
-            assert key not in self.taken, "it was another's"
-            self.enter(key)
+        for _, kind, key, *_ in found:
+            if kind == STORE:
+                assert key not in self.taken, "it was another's"
+                self.enter(key)
         self.office.release()
         for client in self.clients.values():
             client.posted = []

@@ -138,6 +138,7 @@ def test_a_lost_commit_is_given_back_with_the_next_put(stack, secret, monkeypatc
         return ask(request, expected, **options)
 
     monkeypatch.setattr(writer.client._link, "ask", lose_commits)
+    writer.client.posts.close()  # it asks
     keys = fresh(3)
     with pytest.raises(MasterUnavailable):
         writer.client.put(keys, writer.region, offsets(3), BLOCK)

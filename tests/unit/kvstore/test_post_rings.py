@@ -84,7 +84,7 @@ def test_a_ring_full_of_noise(scene, rng):
 
 def test_kinds_that_are_unknown_come_as_they_are(scene, rng):
     hand, key = scene.hand(1), fresh()
-    for kind in (0, 3, MASK, rng.getrandbits(64)):
+    for kind in (0, 4, MASK, rng.getrandbits(64)):
         assert hand.claim(key)
         assert hand.post(key, 5, kind=kind)
         assert scene.take() == [(1, kind, key, 5)]
