@@ -44,17 +44,21 @@ def check_integer(what: str, value: object, low: int, high: int) -> None:
         raise ValueError(f"{what} must be in [{low}, {high}], got {value}")
 
 
-def check_timeout(timeout_s: object) -> float:
+def check_timeout(timeout_s: object, name: str = "timeout_s") -> float:
     """Return seconds that a deadline can be made of; below zero is no time at all.
+
+    Args:
+        timeout_s: What a caller gave.
+        name: Of his argument.
 
     Raises:
         TypeError: no number.
         ValueError: not a number that is ever over.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-        raise TypeError(f"timeout_s must be a number, got {type(timeout_s).__name__}")
+        raise TypeError(f"{name} must be a number, got {type(timeout_s).__name__}")
     if not math.isfinite(timeout_s) or timeout_s > TIMEOUT_MAX_S:
-        raise ValueError(f"timeout_s must be finite and at most {TIMEOUT_MAX_S:g}, got {timeout_s}")
+        raise ValueError(f"{name} must be finite and at most {TIMEOUT_MAX_S:g}, got {timeout_s}")
     return float(timeout_s)
 
 

@@ -214,7 +214,8 @@ class StoreClient:
         The hit is not to be released otherwise. Raises as `Store.view`, and LeaseExpired; blocks
         that are bad or out of reach are no error.
         """
-        check_timeout(max_s)
+        check_timeout(timeout_s)
+        check_timeout(max_s, "max_s")
         steps = open_blocks(self.core, self.segments, self.leases, hit, max_s, timeout_s)
         return Viewing(lambda: self.driver.run(steps))
 

@@ -159,7 +159,7 @@ class AsyncStore:
     ) -> AsyncViewing[ValueView]:
         """As `Store.view`, for an `async with` block."""
         check_timeout(timeout_s)
-        check_timeout(max_s)
+        check_timeout(max_s, "max_s")
         views, key = self._store.views, key_of(name, self._store.namespace)
 
         async def begin() -> ValueView | None:
@@ -175,7 +175,7 @@ class AsyncStore:
     ) -> AsyncViewing[TensorView]:
         """As `Store.view_tensor`, for an `async with` block."""
         check_timeout(timeout_s)
-        check_timeout(max_s)
+        check_timeout(max_s, "max_s")
         views, key = self._store.views, key_of(name, self._store.namespace)
 
         async def begin() -> TensorView | None:
@@ -258,7 +258,8 @@ class AsyncStore:
         self, hit: Hit, *, max_s: float = VIEW_S_MAX, timeout_s: float | None = None
     ) -> AsyncViewing[BlockView]:
         """As `StoreClient.view`, for an `async with` block."""
-        check_timeout(max_s)
+        check_timeout(timeout_s)
+        check_timeout(max_s, "max_s")
         client = self._store.client
         steps = open_blocks(client.core, client.segments, client.leases, hit, max_s, timeout_s)
         return AsyncViewing(lambda: self._driver.run(steps))

@@ -316,7 +316,7 @@ class Store:
     def _viewed(self, name: Name, max_s: float, timeout_s: float | None) -> bytes:
         if timeout_s is not None or max_s != VIEW_S_MAX:  # as in `get`
             check_timeout(timeout_s)
-            check_timeout(max_s)
+            check_timeout(max_s, "max_s")
         return key_of(name, self.namespace)
 
     def get_batch(

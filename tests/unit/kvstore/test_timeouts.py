@@ -32,6 +32,8 @@ NAMED = {
     "get_into": ("name", bytearray(100)),
     "get_batch_into": (["name"], [bytearray(100)]),
     "get_tensor": ("tensor",),
+    "view": ("name",),
+    "view_tensor": ("tensor",),
     "get_tensor_into": ("tensor", torch.zeros(8, dtype=torch.int64)),
     "exists": ("name",),
     "exists_batch": (["name"],),
@@ -45,6 +47,7 @@ def of_blocks(hit, region):
     return {
         "lookup_prefix": ([KEY],),
         "lookup": ([KEY],),
+        "view": (hit,),
         "get_into": (hit, region, [0]),
         "copy": (hit, pieces),
         "exists": ([KEY],),
@@ -125,7 +128,12 @@ def test_asynchronous_calls_too(stack, timeout_s):
     async def main():
         async with AsyncStore(pool.connect()) as store:
             blocks, tried = of_blocks(hit, region), set()
-            given = {**NAMED, "put_blocks": blocks["put_blocks"], "get_ranges": (hit, region, [0])}
+            given = {
+                **NAMED,
+                "put_blocks": blocks["put_blocks"],
+                "view_blocks": (hit,),
+                "get_ranges": (hit, region, [0]),
+            }
             for name in timed(AsyncStore):
                 with pytest.raises(InvalidValue, match="timeout_s must be"):
                     await getattr(store, name)(*given[name], timeout_s=timeout_s)

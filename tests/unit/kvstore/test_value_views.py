@@ -144,7 +144,7 @@ def test_misses_and_faults_are_those_of_get(stack):
             assert view is None
     with pytest.raises(InvalidKey):
         pool.store.view("")
-    with pytest.raises(InvalidValue):
+    with pytest.raises(InvalidValue, match="max_s must be"):
         pool.store.view("name", max_s=math.nan)
     all_given_back(pool)
 
