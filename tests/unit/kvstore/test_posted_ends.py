@@ -47,7 +47,7 @@ def test_batches_take_one_request_and_are_found_by_whoever_looks(pool, monkeypat
         pool.store.remove_batch(list(contents))
     asked = requests.take()
     assert asked.count("Allocate") == 30
-    assert asked.count("Finish") <= 3, "of the first, perhaps"
+    assert asked.count("Finish") <= 10, "of the first, and where a node told something meanwhile"
     assert pool.master.statistics().open_puts == 0
     pool.master.check_invariants()
 
@@ -91,7 +91,10 @@ def test_ends_that_are_nobodys_store_nothing(pool, caplog):
     client = pool.store.client
     box = client.posts.box
     for number in (0, 1 << 40, client.core.record.next_batch()):
-        assert box.finish(number, bytes(8 * 3), box.generation())
+        # A node that tells something in between raises the generation.
+        eventually(
+            lambda number=number: box.finish(number, bytes(8 * 3), box.generation()), "it is posted"
+        )
         assert pool.master.statistics().blocks == 0
     assert caplog.text.count("not its own") == 3
     assert put_all(pool.store, values(3)) == {STORED}
