@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from benchmarks.transfer_bars import Case, Figures
+from benchmarks.transfer_bars import Case, Figures, ratios
 
 VIEWS: Final = ("view", "view and read")
 _SIZES: Final = ((65536, VIEWS[:1]), (1 << 20, VIEWS[:1]), (16 << 20, VIEWS))
@@ -63,21 +63,16 @@ def beside(figures: Figures) -> Iterator[Beside]:
         for against, those in ((get, [_OURS]), (get, [_MEMCPY]), (get, peers), (case, peers)):
             rates = {n: figures.get((against, n, "gb_s"), {}) for n in those}
             best = max((n for n in those if rates[n]), key=lambda n: _median(rates[n]), default="")
-            ratios = paired_cases(figures[case, _OURS, "gb_s"], rates[best]) if best else []
-            if ratios:
+            found = ratios(figures[case, _OURS, "gb_s"], rates[best]) if best else []
+            if found:
                 yield Beside(
                     case=case,
                     what=f"{best}, {against.op}",
                     ours=_median(figures[case, _OURS, "gb_s"]),
                     theirs=_median(rates[best]),
-                    ratio=statistics.median(ratios),
-                    rounds=len(ratios),
+                    ratio=statistics.median(found),
+                    rounds=len(found),
                 )
-
-
-def paired_cases(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
-    """Ours over theirs, in each round that has both."""
-    return [ours[n] / theirs[n] for n in sorted(ours.keys() & theirs.keys()) if theirs[n] > 0]
 
 
 def in_place_table(figures: Figures) -> Table:

@@ -59,8 +59,12 @@ class Verdict:
 
 def paired(figures: Figures, case: Case, ours: str, theirs: str, figure: str) -> list[float]:
     """Ours over theirs, in each round that has both."""
-    a, b = figures.get((case, ours, figure), {}), figures.get((case, theirs, figure), {})
-    return [a[number] / b[number] for number in sorted(a.keys() & b.keys()) if b[number] > 0]
+    return ratios(figures.get((case, ours, figure), {}), figures.get((case, theirs, figure), {}))
+
+
+def ratios(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
+    """Ours over theirs by round, in each round that has both."""
+    return [ours[n] / theirs[n] for n in sorted(ours.keys() & theirs.keys()) if theirs[n] > 0]
 
 
 def verdicts(
@@ -70,12 +74,12 @@ def verdicts(
 
     def judge(case: Case, ours: str, theirs: str, figure: str, wanted: float, *,
               at_least: bool) -> Verdict:  # fmt: skip
-        ratios = paired(figures, case, ours, theirs, figure)
+        found = paired(figures, case, ours, theirs, figure)
         sign = ">=" if at_least else "<="
         return Verdict(
             bar=f"{figure} {sign} {wanted:g} x {theirs}", case=str(case), wanted=wanted,
-            at_least=at_least, ratio=statistics.median(ratios) if ratios else None,
-            rounds=len(ratios),
+            at_least=at_least, ratio=statistics.median(found) if found else None,
+            rounds=len(found),
         )  # fmt: skip
 
     for case in cases:

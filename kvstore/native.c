@@ -551,10 +551,8 @@ static PyObject *sum_one(PyObject *module, PyObject *const *args, Py_ssize_t cou
     (void)module;
     Py_buffer source;
     PyObject *result = NULL;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "sum_one takes 3 arguments");
+    if (expect(count, 3, "sum_one"))
         return NULL;
-    }
     Py_ssize_t from = PyLong_AsSsize_t(args[1]), nbytes = PyLong_AsSsize_t(args[2]);
     if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &source, PyBUF_SIMPLE))
         return NULL;

@@ -87,18 +87,15 @@ class AsyncDriver:
         return await _to_its_end(loop.run_in_executor(self._requests, function))
 
     async def _run(self, steps: Steps[T], effect: Effect | _Ended | None) -> T:
+        """Carry steps out, of which the first effect may be known already."""
         loop = asyncio.get_running_loop()
         result: object = None
         error: Exception | None = None
         large = False
         while True:
-            advance = _Advance(steps, result, error)
-            if effect is not None:
-                pass  # that far it has come
-            elif large:
-                effect = await loop.run_in_executor(self._work, advance)
-            else:
-                effect = advance()
+            if effect is None:
+                advance = _Advance(steps, result, error)
+                effect = await loop.run_in_executor(self._work, advance) if large else advance()
             if isinstance(effect, _Ended):
                 final: T = effect.value
                 return final

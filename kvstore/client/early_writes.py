@@ -57,7 +57,7 @@ class EarlyWrites:
     @classmethod
     def of(cls, source: Source, places: Sequence[ReservedPlace], write: WriteUnderWay) -> Self:
         """Nothing is under way yet."""
-        nodes = list({place.where: None for place in places})
+        nodes = list(dict.fromkeys(place.where for place in places))
         others = [NOWHERE] * (source.num_blocks - len(places))
         granted = m.Allocated(
             outcomes=[PutOutcome.GRANTED] * source.num_blocks,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvstore.node.store_node import StoreNode
     from transfer import Memory, Region, Transfer, TransferEngine
     from transfer.memory.copy_on_write import CopyOnWrite
+    from transfer.prepared import InPlace
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +106,17 @@ class SegmentKeys:
             return None
         if where.node == self._engine.name and self._local_node is not None:
             return self._local_node.memory(where.segment)
-        key = self._keys.get((where.node, where.segment))
-        mapped = None if key is None else self._engine.in_place(where.node, key)
+        mapped = self._mapped(where)
         return None if mapped is None else mapped.array
 
     def copy_on_write(self, where: NodeAddress) -> CopyOnWrite | None:
         """As `memory`, for who might write into it; never this process's own. Raises OSError."""
-        key = self._keys.get((where.node, where.segment))
-        mapped = None if key is None else self._engine.in_place(where.node, key)
+        mapped = self._mapped(where)
         return None if mapped is None else mapped.copy_on_write()
+
+    def _mapped(self, where: NodeAddress) -> InPlace | None:
+        key = self.known(where)
+        return None if key is None else self._engine.in_place(where.node, key)
 
     def map(self, where: NodeAddress, key: RegionKey, offset: int) -> Transfer | None:
         """Begin to have a segment's memory mapped here; None if it cannot be.

@@ -13,7 +13,8 @@ Each master has its own share of each segment, and of what lies there:
     segment  │  share of master 0  │  share of master 1  │ ... │ rest, unused │
 
 One thread does all of it; the bytes of the segments come and go meanwhile. It is woken when the
-connection to a master ends or another takes its place: a new master waits for no heartbeat.
+connection to a master ends or another takes its place, so that a new master need not wait for the
+next heartbeat.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import asdict
 
 from kvstore.discovery.directory import MasterDirectory, StaticMasters, as_directory
 from kvstore.errors import Fenced, KVStoreError
-from kvstore.node.heard_pins import HeardPins, PinnedSegment
+from kvstore.node.heard_pins import HeardPins
+from kvstore.node.lent_segment import LentSegment
 from kvstore.node.settlement import Settlement
 from kvstore.node.writer_witness import WriterWitness
 from kvstore.shards.plan import shard_of
@@ -49,29 +51,6 @@ RETRY_S: Final = 0.1
 PARTING_S: Final = 2.0  # who leaves waits for a master no longer, twice at most
 PIECE_BLOCKS: Final = 1 << 12  # between two pieces the master answers others
 SHARE_ALIGNMENT: Final = 4096
-
-
-class LentSegment(PinnedSegment, Protocol):
-    """What registration has to know of a segment. All of it is asked for on its own thread."""
-
-    @property
-    def number(self) -> int:
-        """Its number in the node."""
-
-    @property
-    def medium(self) -> m.Medium:
-        """What its bytes lie in."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-
-    @property
-    def untouched(self) -> bool:
-        """Whether nobody was ever given access to it."""
-
-    def held(self) -> m.HeldBlocks:
-        """Return what lies in it, as far as it is known and right."""
 
 
 class Registration:
@@ -164,6 +143,7 @@ class Registration:
 
     def _run(self) -> None:
         while not self._closing and self._beat():
+            # Unregistered, it tries again soon: the master may be just starting.
             registered = all(way.registered and way.answers for way in self._ways)
             self._awake.wait(self._config.heartbeat_s if registered else RETRY_S)
             self._awake.clear()
@@ -214,7 +194,8 @@ class Registration:
             except Fenced:
                 raise
             except KVStoreError as error:
-                level = logging.DEBUG if way.is_missed else logging.WARNING  # once
+                # Once: it tries again soon, and says so when it is registered.
+                level = logging.DEBUG if way.is_missed else logging.WARNING
                 logger.log(level, "store node %s waits for a master: %s", self._engine.name, error)
                 way.is_missed = True
                 continue

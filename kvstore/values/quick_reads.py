@@ -102,8 +102,7 @@ class QuickReads:
         place = self._hot(key)
         if place is None or place.nbytes > HERE_BYTES_MAX:
             return None
-        segment = self._segments.known(place.where)
-        if segment is None or self._core.engine.in_place(place.where.node, segment) is None:
+        if not place.is_here(self._core.engine, self._segments):
             return None
         value = self._read(place)
         if value is not None:  # else the long way says what is wrong

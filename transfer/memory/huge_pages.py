@@ -4,7 +4,8 @@ The kernel's policy (`shmem_enabled`) is about what it does by itself. A process
 range of its own in so many words (MADV_COLLAPSE, Linux 6.1) gets huge pages whatever the policy is,
 short of "deny". The range must be mapped at a multiple of the huge page, which `mmap` does not do
 by itself. It is asked for while it is empty but for its first page: nothing is copied, and 512 MiB
-take a tenth of the time that as many small pages do.
+take a tenth of the time that as many small pages do. (The kernel first has a worker of its own run
+on every core: where processes of the highest priority keep cores busy, that may take seconds.)
 
 What comes of it: direct access of a disk needs one descriptor for half a huge page instead of 512,
 and copies miss the processor's address cache less often.

@@ -291,36 +291,20 @@ class SegmentPool:
             if without:
                 allowed = tuple(s for s in group if s.node.domain not in without)
             if space < candidates.full.get(number, math.inf):
-                for segment in allowed:
-                    if segment.may_fit(space):
-                        row = segment.place(key, length, space)
-                        if row is not None:
-                            return row
+                row = _in_room(key, length, space, allowed)
+                if row is not None:
+                    return row
                 if not without:
                     candidates.full[number] = space
             row = self._evict_for(key, length, space, allowed, candidates)
             if row is None and candidates.overflow and candidates.guarded:
-                row = self._on_disk(key, length, space, candidates, without)
+                disks = [s for s in candidates.overflow if s.node.domain not in without]
+                row = _in_room(key, length, space, disks)
                 if row is None:
                     candidates.guarded = False
                     row = self._evict_for(key, length, space, allowed, candidates)
             if row is not None:
                 return row
-        return None
-
-    def _on_disk(
-        self,
-        key: bytes,
-        length: int,
-        space: int,
-        candidates: Candidates,
-        without: Collection[str],
-    ) -> int | None:
-        for segment in candidates.overflow:
-            if segment.node.domain not in without and segment.may_fit(segment.space_of(space)):
-                row = segment.place(key, length, space)
-                if row is not None:
-                    return row
         return None
 
     def _evict_for(
@@ -372,3 +356,13 @@ class SegmentPool:
             if row is not None:
                 return row
         return None
+
+
+def _in_room(key: bytes, length: int, space: int, segments: Iterable[Segment]) -> int | None:
+    """Return the row of an open copy in the first of these that has room; None if none has."""
+    for segment in segments:
+        if segment.may_fit(space):
+            row = segment.place(key, length, space)
+            if row is not None:
+                return row
+    return None

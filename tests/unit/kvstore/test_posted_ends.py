@@ -47,7 +47,7 @@ def test_batches_take_one_request_and_are_found_by_whoever_looks(pool, monkeypat
         pool.store.remove_batch(list(contents))
     asked = requests.take()
     assert asked.count("Allocate") == 30
-    assert asked.count("Finish") <= 10, "of the first, and where a node told something meanwhile"
+    assert asked.count("Finish") <= 3, "of the first, perhaps"
     assert pool.master.statistics().open_puts == 0
     pool.master.check_invariants()
 
